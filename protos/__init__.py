@@ -1,0 +1,1 @@
+"""The contracts between the roles; the generated modules beside this file are built, never committed."""

@@ -1,0 +1,238 @@
+"""The exception tree and its one mapping to gRPC and HTTP status codes.
+
+TriptychError                INTERNAL             500
+├── InvalidArgument          INVALID_ARGUMENT     400   names the field
+│   └── DataLoss             DATA_LOSS            400   media does not match its hash
+├── FailedPrecondition       FAILED_PRECONDITION  400
+├── Unauthenticated          UNAUTHENTICATED      401
+├── PermissionDenied         PERMISSION_DENIED    403
+├── NotFound                 NOT_FOUND            404
+├── OutOfRange               OUT_OF_RANGE         410   the tail to resume is gone
+├── ResourceExhausted        RESOURCE_EXHAUSTED   429   says when to try again
+├── Cancelled                CANCELLED            499
+├── Unimplemented            UNIMPLEMENTED        501   refused by name
+├── Unavailable              UNAVAILABLE          503   says when to try again
+├── DeadlineExceeded         DEADLINE_EXCEEDED    504
+└── Fenced                   ABORTED              500   between the roles only
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import ClassVar
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+
+class TriptychError(Exception):
+    """Something that a caller is told. `field` is in the caller's spelling; `reason` is a stable word."""
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    http_status: ClassVar[int] = 500
+    kind: ClassVar[str] = "internal_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        reason: str | None = None,
+        retry_after_ms: int | None = None,
+        error_id: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.reason = reason
+        self.retry_after_ms = retry_after_ms
+        self.error_id = error_id
+
+    @property
+    def code_number(self) -> int:
+        """The canonical google.rpc code number."""
+        number: int = self.code.value[0]
+        return number
+
+
+class InvalidArgument(TriptychError):
+    """The request is wrong, whatever the state of the server."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    http_status = 400
+    kind = "invalid_request_error"
+
+
+class DataLoss(InvalidArgument):
+    """Content does not match the hash that names it."""
+
+    code = grpc.StatusCode.DATA_LOSS
+
+
+class FailedPrecondition(TriptychError):
+    """The request does not fit the state of the server; trying again does not help."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    http_status = 400
+    kind = "invalid_request_error"
+
+
+class Unauthenticated(TriptychError):
+    """No key, or a wrong one."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+    http_status = 401
+    kind = "authentication_error"
+
+
+class PermissionDenied(TriptychError):
+    """The key does not allow this."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+    http_status = 403
+    kind = "permission_error"
+
+
+class NotFound(TriptychError):
+    """Nothing has that name."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    http_status = 404
+    kind = "not_found_error"
+
+
+class OutOfRange(TriptychError):
+    """The tail that a client wants to resume from is gone."""
+
+    code = grpc.StatusCode.OUT_OF_RANGE
+    http_status = 410
+    kind = "invalid_request_error"
+
+
+class ResourceExhausted(TriptychError):
+    """A limit is reached; `retry_after_ms` says when to try again."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    http_status = 429
+    kind = "rate_limit_error"
+
+
+class Cancelled(TriptychError):
+    """The caller gave up."""
+
+    code = grpc.StatusCode.CANCELLED
+    http_status = 499
+    kind = "cancelled"
+
+
+class Unimplemented(TriptychError):
+    """Known by name, not built."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
+    http_status = 501
+    kind = "not_implemented_error"
+
+
+class Unavailable(TriptychError):
+    """Not now; `retry_after_ms` says when to try again."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    http_status = 503
+    kind = "service_unavailable_error"
+
+
+class DeadlineExceeded(TriptychError):
+    """The caller's time ran out."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    http_status = 504
+    kind = "timeout_error"
+
+
+class Fenced(TriptychError):
+    """An older incarnation called; a newer one holds the lease."""
+
+    code = grpc.StatusCode.ABORTED
+
+
+_TREE: tuple[type[TriptychError], ...] = (
+    InvalidArgument,
+    DataLoss,
+    FailedPrecondition,
+    Unauthenticated,
+    PermissionDenied,
+    NotFound,
+    OutOfRange,
+    ResourceExhausted,
+    Cancelled,
+    Unimplemented,
+    Unavailable,
+    DeadlineExceeded,
+    Fenced,
+)
+_BY_NUMBER: dict[int, type[TriptychError]] = {kind.code.value[0]: kind for kind in _TREE}
+
+
+def from_code_number(
+    number: int,
+    message: str,
+    *,
+    field: str | None = None,
+    reason: str | None = None,
+    retry_after_ms: int | None = None,
+    error_id: str | None = None,
+) -> TriptychError:
+    """The error that a google.rpc code number stands for; unknown numbers become INTERNAL."""
+    kind = _BY_NUMBER.get(number, TriptychError)
+    return kind(message, field=field, reason=reason, retry_after_ms=retry_after_ms, error_id=error_id)
+
+
+def internal(message: str = "internal error") -> TriptychError:
+    """An INTERNAL error with a fresh id that also stands in the logs."""
+    error_id = secrets.token_hex(8)
+    return TriptychError(f"{message} (error id {error_id})", error_id=error_id)
+
+
+def to_rpc_status(error: TriptychError) -> status_pb2.Status:
+    """google.rpc.Status with BadRequest, ErrorInfo and RetryInfo details where they apply."""
+    details: list[any_pb2.Any] = []
+
+    def pack(message: error_details_pb2.BadRequest | error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) -> None:
+        packed = any_pb2.Any()
+        packed.Pack(message)
+        details.append(packed)
+
+    if error.field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.reason is not None or error.error_id is not None:
+        metadata = {"error_id": error.error_id} if error.error_id else {}
+        pack(error_details_pb2.ErrorInfo(reason=error.reason or "", domain="triptych", metadata=metadata))
+    if error.retry_after_ms is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(error.retry_after_ms)
+        pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    return status_pb2.Status(code=error.code_number, message=error.message, details=details)
+
+
+def from_rpc_status(status: status_pb2.Status) -> TriptychError:
+    """The error that `to_rpc_status` packed."""
+    bad_request = error_details_pb2.BadRequest()
+    info = error_details_pb2.ErrorInfo()
+    retry = error_details_pb2.RetryInfo()
+    field: str | None = None
+    reason: str | None = None
+    error_id: str | None = None
+    retry_after_ms: int | None = None
+    for detail in status.details:
+        if detail.Unpack(bad_request) and bad_request.field_violations:
+            field = bad_request.field_violations[0].field
+        elif detail.Unpack(info):
+            reason = info.reason or None
+            error_id = info.metadata.get("error_id")
+        elif detail.Unpack(retry):
+            retry_after_ms = retry.retry_delay.ToMilliseconds()
+    return from_code_number(
+        status.code, status.message, field=field, reason=reason, retry_after_ms=retry_after_ms, error_id=error_id
+    )

@@ -1,0 +1,191 @@
+"""One definition per knob. The command line, the environment, the settings file and the help all
+come from it; a name that no knob has is an error that offers the nearest one.
+
+    command line  >  TRIPTYCH_<ROLE>_<KNOB>  >  [role] of the --config file  >  default
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import tomllib
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NoReturn, Self, Union, get_args, get_origin
+
+from pydantic import Field, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+_FILE_VARIABLE = "TRIPTYCH_CONFIG"
+
+
+class SettingsError(Exception):
+    """A knob that does not exist or a value that it does not take; the message is for the user."""
+
+
+def knob(default: Any, help: str, **limits: Any) -> Any:
+    """A setting with its default, its line of help and its limits (ge, le, gt, lt, pattern)."""
+    return Field(default, description=help, **limits)
+
+
+class Settings(BaseSettings):
+    """Base of every role's settings. Fixed once built."""
+
+    model_config = SettingsConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+    section: ClassVar[str] = ""
+    """Name of the role: the table in the settings file and the middle of the environment names."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what `load` merged: the order of the sources stands there."""
+        return (init_settings,)
+
+    @classmethod
+    def load(cls, argv: Sequence[str], prog: str, environ: Mapping[str, str] | None = None) -> Self:
+        """Reads all sources. Raises SettingsError; `--help` prints and exits."""
+        environ = os.environ if environ is None else environ
+        given = vars(build_parser(cls, prog).parse_args(list(argv)))
+        path = given.pop("config", None) or environ.get(_FILE_VARIABLE)
+        merged: dict[str, Any] = _from_file(cls, path) if path else {}
+        merged.update(_from_environment(cls, environ))
+        merged.update(given)
+        return cls.build(**merged)
+
+    @classmethod
+    def build(cls, **values: Any) -> Self:
+        """The settings with these values. Raises SettingsError naming the knob."""
+        for name in values:
+            if name not in cls.model_fields:
+                raise SettingsError(f"unknown setting {name!r}{_nearest(name, cls.model_fields)}")
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(str(part) for part in first["loc"]) or "settings"
+            raise SettingsError(f"{option(name)}: {first['msg']} (got {first['input']!r})") from None
+
+    def to_arguments(self) -> list[str]:
+        """The command line that rebuilds these settings: what differs from the defaults."""
+        arguments: list[str] = []
+        for name, info in type(self).model_fields.items():
+            value = self.__dict__[name]
+            if value == info.default:
+                continue
+            if isinstance(value, bool):
+                arguments.append(option(name) if value else "--no-" + option(name)[2:])
+            elif isinstance(value, (list, tuple)):
+                arguments += [option(name), ",".join(str(item) for item in value)]
+            else:
+                arguments += [option(name), str(value)]
+        return arguments
+
+
+def option(name: str) -> str:
+    """The command-line spelling of a knob: max_num_seqs → --max-num-seqs."""
+    return "--" + name.replace("_", "-")
+
+
+def variable(cls: type[Settings], name: str) -> str:
+    """The environment spelling of a knob: max_num_seqs → TRIPTYCH_ENGINE_MAX_NUM_SEQS."""
+    return f"TRIPTYCH_{cls.section}_{name}".upper()
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says which option was meant when one is unknown."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(message)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].split("=")[0]
+            known = [text for action in self._actions for text in action.option_strings]
+            raise SettingsError(f"unknown option {name!r}{_nearest(name, known)}")
+        return parsed
+
+
+def build_parser(cls: type[Settings], prog: str) -> argparse.ArgumentParser:
+    """The command line of a role, one option per knob, none with a default of its own."""
+    parser = _Parser(prog=prog, description=cls.__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--config", metavar="FILE", help=f"settings file (TOML); also {_FILE_VARIABLE}")
+    for name, info in cls.model_fields.items():
+        parser.add_argument(option(name), dest=name, **_argument(cls, name, info))
+    return parser
+
+
+def _argument(cls: type[Settings], name: str, info: FieldInfo) -> dict[str, Any]:
+    shown = "none" if info.default is None or info.default == "" else info.default
+    text = f"{info.description} (default: {shown}; {variable(cls, name)})".replace("%", "%%")
+    kind = _without_none(info.annotation)
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction, "help": text}
+    if get_origin(kind) is Literal:
+        return {"choices": [str(choice) for choice in get_args(kind)], "help": text}
+    metavar = {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")
+    if get_origin(kind) in (list, tuple):
+        return {"type": _split, "metavar": "A,B,…", "help": text}
+    return {"metavar": metavar, "help": text}
+
+
+def _without_none(annotation: Any) -> Any:
+    if get_origin(annotation) in (Union, types.UnionType):
+        rest = [part for part in get_args(annotation) if part is not type(None)]
+        return rest[0] if len(rest) == 1 else str
+    return annotation
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _from_file(cls: type[Settings], path: str) -> dict[str, Any]:
+    try:
+        tables = tomllib.loads(Path(path).read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"--config: cannot read {path}: {error}") from None
+    sections = sorted({kind.section for kind in _subclasses(Settings) if kind.section})
+    for name in tables:
+        if name not in sections:
+            raise SettingsError(f"unknown table [{name}] in {path}{_nearest(name, sections)}")
+    table = tables.get(cls.section, {})
+    for name in table:
+        if name.replace("-", "_") not in cls.model_fields:
+            raise SettingsError(f"unknown key {name!r} in [{cls.section}] of {path}{_nearest(name, cls.model_fields)}")
+    return {name.replace("-", "_"): value for name, value in table.items()}
+
+
+def _from_environment(cls: type[Settings], environ: Mapping[str, str]) -> dict[str, Any]:
+    known = {variable(cls, name): (name, info) for name, info in cls.model_fields.items()}
+    prefix = f"TRIPTYCH_{cls.section}_".upper()
+    values: dict[str, Any] = {}
+    for key, text in environ.items():
+        if key in known:
+            name, info = known[key]
+            is_list = get_origin(_without_none(info.annotation)) in (list, tuple)
+            values[name] = _split(text) if is_list else text
+        elif key.startswith(prefix):
+            raise SettingsError(f"unknown variable {key!r}{_nearest(key, known)}")
+    return values
+
+
+def _subclasses(cls: type[Settings]) -> Iterable[type[Settings]]:
+    for kind in cls.__subclasses__():
+        yield kind
+        yield from _subclasses(kind)
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {match[0]!r}?" if match else ""

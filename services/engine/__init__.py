@@ -1,0 +1,1 @@
+"""The engine; its rooms are listed here top first."""

@@ -1,0 +1,128 @@
+"""What one step is, on its way to the workers, and what comes back. Plain columns, no protobuf.
+
+StepPlan ── wire ──▶ worker ── wire ──▶ StepOutcome
+   └── entries: what apply() needs to know again when the outcome is there
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from services.engine.request import Request  # type: ignore[attr-defined]
+
+SAMPLES, PROMPT_LOGPROBS, POOLS, MASKED = 1, 2, 4, 8
+"""Bits of StepPlan.flags."""
+
+
+@dataclass(slots=True, frozen=True)
+class NewRow:
+    """A request put on a row; a resumed one comes with all its ids."""
+
+    row: int
+    epoch: int
+    tokens: array[int]  # 'i': prompt, then outputs so far
+    prompt_len: int
+    sampling: bytes  # serialized SamplingParams, as the gateway sent it
+    seed: int  # of this choice
+    request_id: str
+    traceparent: str | None
+
+
+class Entry(NamedTuple):
+    """One row of a plan, for the engine alone."""
+
+    request: Request
+    epoch: int
+    num_tokens: int
+    end: int  # position after the last token computed
+    samples: bool
+
+
+def _column() -> array[int]:
+    return array("i")
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The columns of the contract's Step; one element per row that computes unless said otherwise."""
+
+    step_id: int
+    resync: bool = False
+    freed_rows: array[int] = field(default_factory=_column)
+    new_rows: list[NewRow] = field(default_factory=list)
+    rows: array[int] = field(default_factory=_column)
+    num_tokens: array[int] = field(default_factory=_column)
+    num_computed: array[int] = field(default_factory=_column)
+    flags: bytearray = field(default_factory=bytearray)
+    first_writable: array[int] = field(default_factory=_column)
+    block_counts: array[int] = field(default_factory=_column)  # per row and KV group
+    block_ids: array[int] = field(default_factory=_column)
+    draft_counts: array[int] = field(default_factory=_column)
+    draft_ids: array[int] = field(default_factory=_column)
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens computed by the step."""
+        return sum(self.num_tokens)
+
+    @property
+    def empty(self) -> bool:
+        """Nothing computes; freed rows alone need no step, they ride on the next one."""
+        return not self.rows
+
+
+@dataclass(slots=True, frozen=True)
+class LogprobColumns:
+    """Logprobs of the contract: counts has one element per position, the others one per entry."""
+
+    counts: array[int]
+    token_ids: array[int]
+    logprobs: array[float]
+    ranks: array[int]
+
+
+@dataclass(slots=True, frozen=True)
+class PromptLogprobsChunk:
+    """Log probabilities of prompt positions from first_position on."""
+
+    row: int
+    epoch: int
+    first_position: int
+    columns: LogprobColumns
+
+
+@dataclass(slots=True, frozen=True)
+class StepFailure:
+    """Why a step or a request failed, as it will be told."""
+
+    code: int
+    message: str
+    error_id: str | None = None
+
+
+ROW_OK, ROW_NOT_FINITE, ROW_DROPPED, ROW_FAILED = 0, 1, 2, 3
+"""Values of StepOutcome.row_status."""
+STEP_OK, STEP_FAILED, STEP_SKIPPED = 1, 2, 3
+"""Values of StepOutcome.status."""
+
+
+@dataclass(slots=True, frozen=True)
+class StepOutcome:
+    """What a worker answered to a step; one element per row that sampled, pooled or failed."""
+
+    step_id: int
+    status: int
+    failure: StepFailure | None
+    rows: array[int]
+    epochs: array[int]  # 'Q'
+    row_status: bytes
+    token_counts: array[int]
+    token_ids: array[int]
+    logprobs: LogprobColumns | None = None  # one position per token
+    prompt_logprobs: tuple[PromptLogprobsChunk, ...] = ()
+    pooled: tuple[tuple[int, int, array[float]], ...] = ()  # row, epoch, vector
+    duration_us: int = 0

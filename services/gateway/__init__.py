@@ -1,0 +1,1 @@
+"""The gateway; its rooms are listed here top first."""

@@ -1,0 +1,143 @@
+"""A generation request inside the gateway, and what its choices give. No protobuf, no JSON.
+
+GenerateSpec ── router ──▶ engine ──▶ ChoiceTokens ── pipeline ──▶ Delta ── service / rest
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class FinishReason(enum.IntEnum):
+    """FinishReason of the contract, number by number."""
+
+    NONE = 0
+    EOS = 1
+    STOP_ID = 2
+    STOP_STRING = 3
+    LENGTH = 4
+    ABORT = 5
+    ERROR = 6
+    TOOL_CALLS = 7
+
+
+@dataclass(slots=True, frozen=True)
+class SamplingParams:
+    """How tokens are chosen, complete: every default is filled in before this is built."""
+
+    max_tokens: int
+    seed: int
+    n: int = 1
+    min_tokens: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    banned_sequences: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class TextOptions:
+    """How ids become text: the part of a request that the engine never sees."""
+
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+
+
+@dataclass(slots=True, frozen=True)
+class GenerateSpec:
+    """A checked request, ready for the engine."""
+
+    request_id: str
+    model: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    text: TextOptions = field(default_factory=TextOptions)
+    priority: int = 0
+    cache_salt: str | None = None
+    deadline_ms: int | None = None
+    traceparent: str | None = None
+
+
+class TokenLogprob(NamedTuple):
+    """One candidate at one position: natural log probability, rank 1 is likeliest."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+Position = tuple[TokenLogprob, ...]
+"""The token that stands at a position, then the likeliest ones; empty where nothing was asked."""
+
+
+@dataclass(slots=True, frozen=True)
+class ChoiceTokens:
+    """New tokens of one choice, as the router hands them on. `logprobs` has one position per token."""
+
+    choice: int
+    first_index: int
+    token_ids: tuple[int, ...]
+    finish: FinishReason = FinishReason.NONE
+    logprobs: tuple[Position, ...] = ()
+
+
+@dataclass(slots=True, frozen=True)
+class RequestStarted:
+    """The request ran for the first time."""
+
+    cached_tokens: int
+
+
+@dataclass(slots=True, frozen=True)
+class PromptLogprobs:
+    """A piece of the prompt's log probabilities."""
+
+    first_position: int
+    positions: tuple[Position, ...]
+
+
+EngineEvent = ChoiceTokens | RequestStarted | PromptLogprobs
+"""What a running request yields; a failure is raised as a TriptychError."""
+
+
+@dataclass(slots=True, frozen=True)
+class Finish:
+    """How a choice ended, and on which stop string or stop id."""
+
+    reason: FinishReason
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class Delta:
+    """New text of one choice with the tokens behind it: text, ids and logprobs are cut at one token."""
+
+    choice: int
+    first_index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Position, ...] = ()
+    finish: Finish | None = None
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts of a request, over all its choices."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0

@@ -1,0 +1,1 @@
+"""The worker; its rooms are listed here top first."""

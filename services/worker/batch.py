@@ -1,0 +1,23 @@
+"""The flat input of one forward pass: rows one after another, no padding.
+
+T tokens of the step   R rows   S positions that give logits   B blocks of the longest row
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True, frozen=True)
+class Batch:
+    """What the model reads. Row r owns tokens row_starts[r] to row_starts[r + 1] of the flat axis."""
+
+    input_ids_T: torch.Tensor  # int64
+    positions_T: torch.Tensor  # int64
+    slots_T: torch.Tensor  # int64, block * block_size + offset; -1 where KV is not written
+    row_starts: tuple[int, ...]  # R + 1 offsets into T
+    context_lens: tuple[int, ...]  # per row: tokens in KV once this step is written
+    block_table_RB: torch.Tensor  # int32
+    logits_at_S: torch.Tensor  # int64, flat positions whose hidden states are turned into logits

@@ -1,0 +1,188 @@
+"""One step as the worker sees it (StepInput) and what it answers (StepOutput). No torch, no protobuf.
+
+Columns are numpy int32 arrays over the raw bytes of the contract; one element per row that
+computes unless said otherwise. A Runner turns one into the other: the torch one, or the simulated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+
+SAMPLES, PROMPT_LOGPROBS, POOLS, MASKED = 1, 2, 4, 8
+"""Bits of StepInput.flags."""
+ROW_OK, ROW_NOT_FINITE, ROW_DROPPED, ROW_FAILED = 0, 1, 2, 3
+"""Values of RowResult.status."""
+
+
+@dataclass(slots=True, frozen=True)
+class SamplingParams:
+    """How the tokens of one row are chosen; every unset field of the contract has its default here."""
+
+    seed: int
+    min_tokens: int = 0
+    eos_ids: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_ids: tuple[int, ...] = ()
+    banned_sequences: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class NewRow:
+    """A request put on a row, with every id known so far."""
+
+    row: int
+    epoch: int
+    tokens: Int32
+    prompt_len: int
+    sampling: SamplingParams
+    request_id: str
+    traceparent: str | None
+
+
+@dataclass(slots=True, frozen=True)
+class StepInput:
+    """The contract's Step, decoded and checked."""
+
+    step_id: int
+    resync: bool
+    freed_rows: Int32
+    new_rows: tuple[NewRow, ...]
+    rows: Int32
+    num_tokens: Int32
+    num_computed: Int32
+    flags: NDArray[np.uint8]
+    first_writable: Int32  # 0 where everything is written
+    block_counts: Int32  # rows x KV groups, flat
+    block_ids: Int32
+    draft_counts: Int32
+    draft_ids: Int32
+
+
+class Candidate(NamedTuple):
+    """One token with its log probability (natural, from raw float32 logits) and rank (1 is likeliest)."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(slots=True, frozen=True)
+class RowResult:
+    """What one row gave. `logprobs` has one list per token: the sampled one, then the likeliest."""
+
+    row: int
+    epoch: int
+    status: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[tuple[Candidate, ...], ...] = ()
+
+
+@dataclass(slots=True, frozen=True)
+class PromptLogprobs:
+    """Log probabilities of prompt positions from first_position on; position 0 has an empty list."""
+
+    row: int
+    epoch: int
+    first_position: int
+    positions: tuple[tuple[Candidate, ...], ...]
+
+
+@dataclass(slots=True, frozen=True)
+class StepOutput:
+    """What a step gave."""
+
+    step_id: int
+    results: tuple[RowResult, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+
+
+@dataclass(slots=True, frozen=True)
+class CacheShape:
+    """The KV cache that the engine asked for."""
+
+    num_blocks: int
+    block_size: int  # tokens
+    max_num_seqs: int  # rows
+    max_model_len: int  # tokens
+    max_num_batched_tokens: int
+
+
+@dataclass(slots=True, frozen=True)
+class KvGroup:
+    """Layers whose KV blocks are allocated alike."""
+
+    layers: int
+    bytes_per_token: int
+    sliding_window: int | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class MemoryPlan:
+    """The memory sum in bytes; `summary` is the same as one line for a person."""
+
+    weight_bytes: int
+    step_bytes: int
+    kv_cache_bytes: int
+    bytes_per_block: int
+    num_blocks: int
+    summary: str
+
+
+@dataclass(slots=True, frozen=True)
+class LoadedModel:
+    """What a runner loaded. `text_files` maps a file name to its content."""
+
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    weight_bytes: int
+    kv_groups: tuple[KvGroup, ...]
+    text_files: dict[str, bytes]
+    capabilities: tuple[str, ...] = ("generate",)
+
+
+class Runner(Protocol):
+    """Runs steps; called from one thread, in the order of the steps."""
+
+    device: str
+
+    def load(self, model_path: str, dtype: str | None) -> LoadedModel:
+        """Loads the model. Raises InvalidArgument or FailedPrecondition for what it cannot serve."""
+
+    def plan_memory(self, shape: CacheShape, kv_cache_bytes: int | None) -> MemoryPlan:
+        """Measures the largest step (shape.num_blocks is ignored) and plans the KV cache."""
+
+    def init_cache(self, shape: CacheShape) -> None:
+        """Allocates the KV cache and empties all rows."""
+
+    def reset(self) -> None:
+        """Empties all rows: another engine incarnation begins."""
+
+    def execute(self, step: StepInput) -> StepOutput:
+        """Runs one step. An exception fails the step as a whole."""
+
+
+@dataclass(slots=True)
+class StepFailed(Exception):
+    """A step that failed as a whole, and why."""
+
+    message: str
+    rows: list[int] = field(default_factory=list)

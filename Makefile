@@ -1,0 +1,63 @@
+# Two commands matter: `make run` and `make check test`. Each sets up what it needs.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+SERVE ?=
+ASK ?= Why is the sky blue? Answer in one sentence.
+
+.PHONY: run install stubs demo check test test-slow bench docs constraints contracts clean help
+
+run: install  ## Serve the demo model, show one answer, go on until Ctrl-C. SERVE="…" adds options of `triptych serve`.
+	@exec $(BIN)/triptych serve --ask "$(ASK)" $(SERVE)
+
+install: $(INSTALLED) stubs  ## The environment in .venv.
+
+# torch goes first and by itself, so that no other package can choose its version. setuptools and
+# grpcio-tools come with it because the project then builds in this environment, not in one of its own.
+$(INSTALLED): pyproject.toml constraints.txt setup.py
+	@echo "Installing into $(VENV); this takes a few minutes the first time."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) torch==2.13.0 triton==3.7.1
+	@$(PIP) setuptools==84.2.1 grpcio-tools==1.85.1
+	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+stubs: $(INSTALLED)
+	@$(BIN)/python -m protos.build
+
+demo: install  ## Fetch the demo model into the cache folder and print its path.
+	@$(BIN)/python -m services.local.demo
+
+check: install  ## Lint, format, types, contracts.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/buf lint
+	$(BIN)/python -m pytest -q tests/test_architecture.py tests/protos
+
+test: install  ## What must pass, on a machine without a GPU, in under 10 minutes on 2 cores.
+	$(BIN)/python -m pytest
+
+test-slow: install  ## What does not fit into that.
+	$(BIN)/python -m pytest -m slow --timeout 1800
+
+bench: install  ## Figures of the demo model on this machine.
+	$(BIN)/python -m tests.bench
+
+docs: install  ## Write docs/settings.md from the settings.
+	$(BIN)/triptych settings > docs/settings.md
+
+contracts: install  ## Accept a change of the contracts: writes tests/protos/contracts.txt.
+	$(BIN)/python -m tests.protos.describe > tests/protos/contracts.txt
+
+constraints: install  ## Pin what is installed now.
+	$(BIN)/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/+.*//' > constraints.txt
+
+clean:  ## Remove what was built, the environment too.
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis protos/*_pb2.py protos/*_pb2.pyi protos/*_pb2_grpc.py
+
+help:  ## This list.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14

@@ -1,0 +1,1 @@
+"""The `triptych` command; its rooms are listed here top first."""

@@ -1,0 +1,1 @@
+"""Tests; tests/README.md has the map and the time budget."""

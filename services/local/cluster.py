@@ -59,6 +59,7 @@ class Cluster:
         self.host = host
         self.http_port = http_port or free_port(host)
         self.grpc_port = grpc_port or free_port(host)
+        self._metrics_ports = {role: free_port() for role in ("worker", "engine")}
         self._model = str(model)
         self._knobs: dict[str, dict[str, Any]] = {
             "worker": dict(worker or {}),
@@ -81,6 +82,12 @@ class Cluster:
     def grpc_address(self) -> str:
         """Where the gRPC API is."""
         return f"{_reachable(self.host)}:{self.grpc_port}"
+
+    def metrics_url(self, role: str) -> str:
+        """Where Prometheus scrapes a role."""
+        return (
+            f"{self.http_url}/metrics" if role == "gateway" else f"http://127.0.0.1:{self._metrics_ports[role]}/metrics"
+        )
 
     def pid(self, role: str) -> int:
         """Process id of a role."""
@@ -159,8 +166,8 @@ class Cluster:
     def _arguments(self, role: str) -> list[str]:
         worker, engine = (f"unix:{self.folder}/{name}" for name in ("worker", "engine"))
         ours: dict[str, dict[str, Any]] = {
-            "worker": {"listen": worker, "metrics_port": 0, "model": self._model},
-            "engine": {"listen": engine, "metrics_port": 0, "worker": worker},
+            "worker": {"listen": worker, "metrics_port": self._metrics_ports["worker"], "model": self._model},
+            "engine": {"listen": engine, "metrics_port": self._metrics_ports["engine"], "worker": worker},
             "gateway": {
                 "engine": engine,
                 "host": self.host,

@@ -20,6 +20,8 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 _FILE_VARIABLE = "TRIPTYCH_CONFIG"
+_SHARED_TABLES = ("gateway", "engine", "worker")
+"""Tables that one settings file may hold for other processes than the one that reads it."""
 
 
 class SettingsError(Exception):
@@ -54,8 +56,13 @@ class Settings(BaseSettings):
     @classmethod
     def load(cls, argv: Sequence[str], prog: str, environ: Mapping[str, str] | None = None) -> Self:
         """Reads all sources. Raises SettingsError; `--help` prints and exits."""
+        return cls.resolve(vars(build_parser(cls, prog).parse_args(list(argv))), environ)
+
+    @classmethod
+    def resolve(cls, given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Self:
+        """The settings from what a command line gave, then environment, file and defaults."""
         environ = os.environ if environ is None else environ
-        given = vars(build_parser(cls, prog).parse_args(list(argv)))
+        given = dict(given)
         path = given.pop("config", None) or environ.get(_FILE_VARIABLE)
         merged: dict[str, Any] = _from_file(cls, path) if path else {}
         merged.update(_from_environment(cls, environ))
@@ -67,7 +74,7 @@ class Settings(BaseSettings):
         """The settings with these values. Raises SettingsError naming the knob."""
         for name in values:
             if name not in cls.model_fields:
-                raise SettingsError(f"unknown setting {name!r}{_nearest(name, cls.model_fields)}")
+                raise SettingsError(f"unknown setting {name!r}{nearest(name, cls.model_fields)}")
         try:
             return cls(**values)
         except ValidationError as error:
@@ -101,7 +108,7 @@ def variable(cls: type[Settings], name: str) -> str:
     return f"TRIPTYCH_{cls.section}_{name}".upper()
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Says which option was meant when one is unknown."""
 
     def error(self, message: str) -> NoReturn:
@@ -112,20 +119,21 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             name = unknown[0].split("=")[0]
             known = [text for action in self._actions for text in action.option_strings]
-            raise SettingsError(f"unknown option {name!r}{_nearest(name, known)}")
+            raise SettingsError(f"unknown option {name!r}{nearest(name, known)}")
         return parsed
 
 
 def build_parser(cls: type[Settings], prog: str) -> argparse.ArgumentParser:
     """The command line of a role, one option per knob, none with a default of its own."""
-    parser = _Parser(prog=prog, description=cls.__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = Parser(prog=prog, description=cls.__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", help=f"settings file (TOML); also {_FILE_VARIABLE}")
     for name, info in cls.model_fields.items():
-        parser.add_argument(option(name), dest=name, **_argument(cls, name, info))
+        parser.add_argument(option(name), dest=name, **argument(cls, name, info))
     return parser
 
 
-def _argument(cls: type[Settings], name: str, info: FieldInfo) -> dict[str, Any]:
+def argument(cls: type[Settings], name: str, info: FieldInfo) -> dict[str, Any]:
+    """How argparse takes a knob: its type, help, default as shown and environment name."""
     shown = "none" if info.default is None or info.default == "" else info.default
     text = f"{info.description} (default: {shown}; {variable(cls, name)})".replace("%", "%%")
     kind = _without_none(info.annotation)
@@ -155,14 +163,14 @@ def _from_file(cls: type[Settings], path: str) -> dict[str, Any]:
         tables = tomllib.loads(Path(path).read_text())
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise SettingsError(f"--config: cannot read {path}: {error}") from None
-    sections = sorted({kind.section for kind in _subclasses(Settings) if kind.section})
+    sections = sorted({kind.section for kind in _subclasses(Settings) if kind.section} | set(_SHARED_TABLES))
     for name in tables:
         if name not in sections:
-            raise SettingsError(f"unknown table [{name}] in {path}{_nearest(name, sections)}")
+            raise SettingsError(f"unknown table [{name}] in {path}{nearest(name, sections)}")
     table = tables.get(cls.section, {})
     for name in table:
         if name.replace("-", "_") not in cls.model_fields:
-            raise SettingsError(f"unknown key {name!r} in [{cls.section}] of {path}{_nearest(name, cls.model_fields)}")
+            raise SettingsError(f"unknown key {name!r} in [{cls.section}] of {path}{nearest(name, cls.model_fields)}")
     return {name.replace("-", "_"): value for name, value in table.items()}
 
 
@@ -176,7 +184,7 @@ def _from_environment(cls: type[Settings], environ: Mapping[str, str]) -> dict[s
             is_list = get_origin(_without_none(info.annotation)) in (list, tuple)
             values[name] = _split(text) if is_list else text
         elif key.startswith(prefix):
-            raise SettingsError(f"unknown variable {key!r}{_nearest(key, known)}")
+            raise SettingsError(f"unknown variable {key!r}{nearest(key, known)}")
     return values
 
 
@@ -186,6 +194,7 @@ def _subclasses(cls: type[Settings]) -> Iterable[type[Settings]]:
         yield from _subclasses(kind)
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an error message: the known name that was probably meant, or nothing."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {match[0]!r}?" if match else ""

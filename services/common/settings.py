@@ -109,12 +109,14 @@ def variable(cls: type[Settings], name: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says which option was meant when one is unknown."""
+    """Raises SettingsError, and says which option was meant when one is unknown."""
 
     def error(self, message: str) -> NoReturn:
+        """Raises instead of leaving the process."""
         raise SettingsError(message)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """The known options; an unknown one is an error that offers the nearest."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].split("=")[0]

@@ -19,9 +19,11 @@ class Owner(NamedTuple):
     handle: int
 
 
-@dataclass(slots=True, frozen=True)
-class Tokens:
-    """New tokens of one choice. `finish` is FINISH_NONE or the terminal reason."""
+class Tokens(NamedTuple):
+    """New tokens of one choice. `finish` is FINISH_NONE or the terminal reason.
+
+    Made once per choice and step, so it is the kind that costs least to make.
+    """
 
     owner: Owner
     choice: int

@@ -1,0 +1,49 @@
+"""Every knob of the gateway, and of the REST process that can stand in front of it."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from services.common.settings import Settings, knob
+
+
+class GatewaySettings(Settings):
+    """The gateway: text and clients. Speaks gRPC and the OpenAI REST API, and drives one engine."""
+
+    section: ClassVar[str] = "gateway"
+
+    name: str = knob("gateway", "stable name of this process in logs and metrics")
+    engine: str = knob("127.0.0.1:50052", "address of the engine: host:port or unix:/path")
+
+    host: str = knob("127.0.0.1", "address that clients reach, for HTTP and gRPC")
+    http_port: int = knob(8000, "port of the REST API; 0 takes any free one", ge=0, le=65535)
+    grpc_port: int = knob(50051, "port of the gRPC API; 0 takes any free one", ge=0, le=65535)
+
+    tokenizer_threads: int = knob(2, "threads that turn text into ids and render chat templates", ge=1, le=256)
+    max_body_bytes: int = knob(16 * 1024 * 1024, "longest request body that is read", ge=1024)
+    max_concurrent_requests: int = knob(8192, "gRPC calls at once; more are refused", ge=1)
+
+    replay_budget_s: float = knob(60.0, "how long live requests wait for a lost engine to come back", ge=0)
+    ready_silence_s: float = knob(15.0, "not ready once the engine's work has made no progress for this long", gt=0)
+    drain_s: float = knob(30.0, "time that live streams get to finish at the first SIGTERM", ge=0)
+
+    log_level: Literal["debug", "info", "warning", "error"] = knob("info", "least urgent events that are logged")
+    log_style: Literal["json", "text"] = knob("json", "one JSON object per line, or short lines for a terminal")
+
+
+class RestSettings(Settings):
+    """The REST API in a process of its own: passes bodies through to a gateway over gRPC."""
+
+    section: ClassVar[str] = "rest"
+
+    name: str = knob("rest", "stable name of this process in logs")
+    gateway: str = knob("127.0.0.1:50051", "gRPC address of the gateway: host:port or unix:/path")
+
+    host: str = knob("127.0.0.1", "address that clients reach")
+    http_port: int = knob(8080, "port of the REST API; 0 takes any free one", ge=0, le=65535)
+
+    max_body_bytes: int = knob(4 * 1024 * 1024, "longest request body that is read", ge=1024, le=7 * 1024 * 1024)
+    drain_s: float = knob(30.0, "time that live streams get to finish at the first SIGTERM", ge=0)
+
+    log_level: Literal["debug", "info", "warning", "error"] = knob("info", "least urgent events that are logged")
+    log_style: Literal["json", "text"] = knob("json", "one JSON object per line, or short lines for a terminal")

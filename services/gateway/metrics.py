@@ -1,0 +1,128 @@
+"""What the gateway counts, under the names that dashboards for vLLM know. One registry per process."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from services.common.metrics import LATENCY_BUCKETS, TOKEN_TIME_BUCKETS, TTFT_BUCKETS, token_count_buckets
+from services.gateway.request import FinishReason, GenerateSpec
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_LABELS = ("model_name", "engine")
+_TOKENS = token_count_buckets(131_072)
+_N = (1, 2, 5, 10, 20)
+_SUCCESS = {
+    FinishReason.EOS: "stop",
+    FinishReason.STOP_ID: "stop",
+    FinishReason.STOP_STRING: "stop",
+    FinishReason.TOOL_CALLS: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "abort",
+    FinishReason.ERROR: "error",
+}
+
+
+class GatewayMetrics:
+    """All series of one gateway process."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"vllm:{name}", text, _LABELS, buckets=buckets, registry=registry)
+
+        self.ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
+        self.itl = histogram(
+            "inter_token_latency_seconds", "Time between two deliveries of tokens.", TOKEN_TIME_BUCKETS
+        )
+        self.tpot = histogram(
+            "request_time_per_output_token_seconds", "Mean time per token after the first.", TOKEN_TIME_BUCKETS
+        )
+        self.e2e = histogram("e2e_request_latency_seconds", "Arrival to last token.", LATENCY_BUCKETS)
+        self.prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self.generation = histogram("request_generation_tokens", "Tokens produced for a request.", _TOKENS)
+        self.params_n = histogram("request_params_n", "Choices asked for.", _N)
+        self.params_max_tokens = histogram("request_params_max_tokens", "max_tokens of a request.", _TOKENS)
+        self.success = Counter(
+            "vllm:request_success",
+            "Choices that ended, by reason.",
+            (*_LABELS, "finished_reason"),
+            registry=registry,
+        )
+        self.http = Counter(
+            "http_requests", "HTTP requests answered.", ("method", "handler", "status"), registry=registry
+        )
+        self.http_seconds = Histogram(
+            "http_request_duration_seconds", "Time to the end of the answer.", ("handler",), registry=registry
+        )
+        self.live = Gauge("triptych:gateway_live_requests", "Requests that have not ended.", registry=registry)
+        self.replays = Gauge(
+            "triptych:gateway_replays", "Requests submitted again after a lost engine.", registry=registry
+        )
+        self.aborts = Gauge("triptych:gateway_aborts", "Aborts sent to the engine.", registry=registry)
+        self.ready = Gauge("triptych:gateway_ready", "1 while requests can run.", registry=registry)
+
+    def render(self) -> bytes:
+        """The scrape."""
+        return generate_latest(self.registry)
+
+    def watch(self, spec: GenerateSpec, engine: str, arrived: float) -> RequestTimer:
+        """Begins to time a request that arrived at `arrived` (time.monotonic)."""
+        return RequestTimer(self, spec, engine, arrived)
+
+
+class RequestTimer:
+    """The times and counts of one request; its series are looked up once."""
+
+    __slots__ = ("_arrived", "_first", "_itl", "_labels", "_last", "_metrics", "_spec", "finishes", "tokens")
+
+    def __init__(self, metrics: GatewayMetrics, spec: GenerateSpec, engine: str, arrived: float) -> None:
+        self._metrics = metrics
+        self._spec = spec
+        self._labels = (spec.model, engine)
+        self._itl = metrics.itl.labels(*self._labels)
+        self._arrived = arrived
+        self._first: float | None = None
+        self._last = arrived
+        self.tokens = 0
+        self.finishes: list[FinishReason] = []
+
+    def delta(self, tokens: int, finish: FinishReason | None) -> None:
+        """Tokens were delivered, and perhaps a choice ended."""
+        now = time.monotonic()
+        if tokens:
+            if self._first is None:
+                self._first = now
+                self._metrics.ttft.labels(*self._labels).observe(now - self._arrived)
+            else:
+                self._itl.observe(now - self._last)
+            self._last = now
+            self.tokens += tokens
+        if finish is not None:
+            self.finishes.append(finish)
+
+    def end(self, failed: FinishReason | None = None) -> dict[str, object]:
+        """The request is over, `failed` for what did not finish; answers what the log line says."""
+        metrics, labels, now = self._metrics, self._labels, time.monotonic()
+        unfinished = self._spec.sampling.n - len(self.finishes)
+        if failed is not None:
+            self.finishes += [failed] * unfinished
+        metrics.e2e.labels(*labels).observe(now - self._arrived)
+        metrics.prompt.labels(*labels).observe(len(self._spec.prompt_ids))
+        metrics.generation.labels(*labels).observe(self.tokens)
+        metrics.params_n.labels(*labels).observe(self._spec.sampling.n)
+        metrics.params_max_tokens.labels(*labels).observe(self._spec.sampling.max_tokens)
+        for reason in self.finishes:
+            metrics.success.labels(*labels, _SUCCESS.get(reason, "error")).inc()
+        ttft = None if self._first is None else self._first - self._arrived
+        if self._first is not None and self.tokens > 1:
+            metrics.tpot.labels(*labels).observe((self._last - self._first) / (self.tokens - 1))
+        return {
+            "prompt_tokens": len(self._spec.prompt_ids),
+            "completion_tokens": self.tokens,
+            "finish": ",".join(sorted({reason.name.lower() for reason in self.finishes})),
+            "ttft_ms": None if ttft is None else round(ttft * 1000, 1),
+            "total_ms": round((now - self._arrived) * 1000, 1),
+        }

@@ -1,0 +1,79 @@
+"""The OpenAI API over google.api.HttpBody, for a proxy in front that passes bodies through.
+
+The first body of an answer carries the content type. An error before it is a gRPC status whose
+details hold the same error as an HttpBody; an error after it is an event, as over HTTP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+from google.api import httpbody_pb2
+from google.protobuf import any_pb2
+from grpc_status import rpc_status
+
+from protos import openai_rest_pb2_grpc
+from services.common.errors import TriptychError, to_rpc_status
+from services.gateway.rest.reply import JSON, REQUEST_ID, Api, error_body, error_headers, request_id_of
+
+SERVICE = "triptych.v1.OpenAiRestService"
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class OpenAiRest(openai_rest_pb2_grpc.OpenAiRestServiceServicer):  # type: ignore[misc]
+    """Answers each operation through an Api."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    def ChatCompletions(self, request: httpbody_pb2.HttpBody, context: Context) -> AsyncIterator[Any]:
+        """POST /v1/chat/completions."""
+        return self._answer("chat_completions", request, context)
+
+    def Completions(self, request: httpbody_pb2.HttpBody, context: Context) -> AsyncIterator[Any]:
+        """POST /v1/completions."""
+        return self._answer("completions", request, context)
+
+    def Models(self, request: httpbody_pb2.HttpBody, context: Context) -> AsyncIterator[Any]:
+        """GET /v1/models."""
+        return self._answer("models", request, context)
+
+    def Tokenize(self, request: httpbody_pb2.HttpBody, context: Context) -> AsyncIterator[Any]:
+        """POST /tokenize."""
+        return self._answer("tokenize", request, context)
+
+    def Detokenize(self, request: httpbody_pb2.HttpBody, context: Context) -> AsyncIterator[Any]:
+        """POST /detokenize."""
+        return self._answer("detokenize", request, context)
+
+    async def _answer(
+        self, operation: str, request: httpbody_pb2.HttpBody, context: Context
+    ) -> AsyncIterator[httpbody_pb2.HttpBody]:
+        headers = {str(name): str(value) for name, value in context.invocation_metadata() or ()}
+        headers[REQUEST_ID] = request_id_of(headers)
+        await context.send_initial_metadata(((REQUEST_ID, headers[REQUEST_ID]),))
+        try:
+            reply = await self._api.call(operation, request.data, headers)
+        except TriptychError as error:
+            await _refuse(context, error)
+            return
+        if isinstance(reply.body, bytes):
+            yield httpbody_pb2.HttpBody(content_type=reply.content_type, data=reply.body)
+            return
+        async with contextlib.aclosing(reply.body):
+            content_type = reply.content_type
+            async for chunk in reply.body:
+                yield httpbody_pb2.HttpBody(content_type=content_type, data=chunk)
+                content_type = ""
+
+
+async def _refuse(context: Context, error: TriptychError) -> None:
+    status = to_rpc_status(error)
+    body = any_pb2.Any()
+    body.Pack(httpbody_pb2.HttpBody(content_type=JSON, data=error_body(error)))
+    status.details.append(body)
+    context.set_trailing_metadata(tuple(error_headers(error).items()))
+    await context.abort_with_status(rpc_status.to_status(status))

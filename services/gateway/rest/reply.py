@@ -1,0 +1,92 @@
+"""What the renderer answers, apart from any transport, and how an error looks in it.
+
+asgi (HTTP) ──┐                 ┌── renderer: in this process
+              ├── Api.call ─────┤
+facade (gRPC) ┘                 └── forward: over HttpBody to a gateway
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import orjson
+
+from services.common.errors import TriptychError
+
+JSON: Final = "application/json"
+SSE: Final = "text/event-stream; charset=utf-8"
+REQUEST_ID: Final = "x-request-id"
+TRACEPARENT: Final = "traceparent"
+_PRINTABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Events(Protocol):
+    """Server-sent events on their way out. `aclose` ends the request behind them."""
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        """The events, framed."""
+        ...
+
+    async def aclose(self) -> None:
+        """Ends the request if it runs."""
+        ...
+
+
+@dataclass(slots=True, frozen=True)
+class Reply:
+    """An answer with status 200: a whole JSON document, or events. Anything else is raised."""
+
+    body: bytes | Events
+    content_type: str = JSON
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class Api(Protocol):
+    """The OpenAI API without its transport."""
+
+    async def call(self, operation: str, body: bytes, headers: Mapping[str, str]) -> Reply:
+        """Answers one request. `headers` has lower-case names. Raises TriptychError."""
+        ...
+
+    async def obstacle(self) -> str | None:
+        """What keeps requests from being served, or None."""
+        ...
+
+
+def request_id_of(headers: Mapping[str, str]) -> str:
+    """The client's x-request-id where it is one short printable word, else a new id."""
+    given = headers.get(REQUEST_ID, "")
+    return given if _PRINTABLE_ID.fullmatch(given) else secrets.token_hex(16)
+
+
+def error_body(error: TriptychError) -> bytes:
+    """The error object of OpenAI's API."""
+    return orjson.dumps(
+        {
+            "error": {
+                "message": error.message,
+                "type": error.kind,
+                "param": error.field,
+                "code": (error.reason or error.code.name).lower(),
+            }
+        }
+    )
+
+
+def error_headers(error: TriptychError) -> dict[str, str]:
+    """Retry-After in whole seconds, rounded up, where trying again helps."""
+    if error.retry_after_ms is None:
+        return {}
+    return {"retry-after": str(max(1, -(-error.retry_after_ms // 1000)))}
+
+
+def event(document: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + document + b"\n\n"
+
+
+DONE: Final = event(b"[DONE]")

@@ -1,0 +1,338 @@
+"""The way to the engine: one Attach stream that carries every request of this process.
+
+The engine may start later, die and come back: requests wait, and are submitted again with the
+tokens that were received. A client sees a pause, or after `replay_budget_s` an error.
+
+    connect ─▶ Hello ─▶ GetTextFiles ─▶ on_engine ─▶ Attach ─▶ frames … ─▶ lost ─▶ connect
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import secrets
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+import grpc.aio
+
+from protos import engine_pb2, engine_pb2_grpc
+from services.common.channel import backoff, connect
+from services.common.errors import NotFound, TriptychError, Unavailable
+from services.common.logs import Log
+from services.common.server import error_of
+from services.gateway import wire
+from services.gateway.inflight import EngineRequest, TokenGap
+from services.gateway.request import FinishReason, GenerateSpec
+from services.gateway.wire import EngineInfo, Load, WireError
+
+_log = Log("router")
+_HANDLES = 2**32
+_SLICE = 128
+"""Rows handed on before the loop may do something else."""
+_SILENCE_S = 10.0
+"""An engine that sends no frame, not even a heartbeat, for this long is taken for lost."""
+
+OnEngine = Callable[[EngineInfo], Awaitable[None]]
+Stream = grpc.aio.StreamStreamCall[engine_pb2.AttachRequest, engine_pb2.AttachResponse]
+
+
+class _Outbox:
+    """Frames on their way to the engine, in order. `put` never waits."""
+
+    __slots__ = ("_filled", "_frames")
+
+    def __init__(self) -> None:
+        self._frames: deque[engine_pb2.AttachRequest] = deque()
+        self._filled = asyncio.Event()
+
+    def put(self, frame: engine_pb2.AttachRequest) -> None:
+        self._frames.append(frame)
+        self._filled.set()
+
+    async def pump(self, call: Stream) -> None:
+        """Writes until the stream breaks; its reader learns why."""
+        try:
+            while True:
+                while self._frames:
+                    await call.write(self._frames.popleft())
+                self._filled.clear()
+                await self._filled.wait()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return
+
+
+class Router:
+    """The engine as the gateway sees it. `run` keeps the connection; `submit` never waits for it."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        name: str,
+        version: str,
+        on_engine: OnEngine,
+        replay_budget_s: float = 30.0,
+        stall_ms: int = 10_000,
+    ) -> None:
+        self._address = address
+        self._peer = wire.peer(name, secrets.randbits(63) | 1, version)
+        self._on_engine = on_engine
+        self._budget_s = replay_budget_s
+        self._stall_ms = stall_ms
+        self._channel = connect(address)
+        self._stub = engine_pb2_grpc.EngineServiceStub(self._channel)
+        self._files: dict[bytes, bytes] = {}
+        self._handles = itertools.count(1)
+        self._live: dict[int, EngineRequest] = {}
+        self._outbox: _Outbox | None = None
+        self._info: EngineInfo | None = None
+        self._waits_until = 0.0  # while the engine is away: end of the patience with it
+        self._expiry: asyncio.TimerHandle | None = None
+        self._draining = False
+        self.load = Load()
+        self.missing: str | None = f"engine at {address}: not connected yet"
+        self.replays = 0
+        self.aborts = 0
+
+    @property
+    def attached(self) -> bool:
+        """Whether the stream to the engine stands."""
+        return self._outbox is not None
+
+    @property
+    def live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    def obstacle(self) -> str | None:
+        """What keeps requests from running, or None."""
+        if self._outbox is None:
+            return self.missing
+        if self._draining:
+            return f"engine at {self._address} is draining"
+        if self.load.silence_ms >= self._stall_ms:
+            return f"engine at {self._address} has work but finished no step for {self.load.silence_ms} ms"
+        return None
+
+    def submit(self, spec: GenerateSpec) -> EngineRequest:
+        """Starts a request. Raises Unavailable where no engine is there to wait for."""
+        now = time.monotonic()
+        if self._outbox is None and now >= self._waits_until:
+            raise Unavailable(f"not ready: {self.missing}", reason="ENGINE_UNAVAILABLE", retry_after_ms=1000)
+        request = EngineRequest(spec, self._next_handle(), now, self._abort)
+        self._live[request.handle] = request
+        if self._outbox is not None:
+            self._send(request)
+        return request
+
+    async def abort_by_token(self, token: bytes) -> bool:
+        """Ends a request of this or any other gateway; False where none of that name runs."""
+        for request in self._live.values():
+            if secrets.compare_digest(request.token, token):
+                request.abort()
+                return True
+        try:
+            state = (await self.explain(token)).state
+        except NotFound:
+            return False
+        if state == "finished" or self._outbox is None:
+            return False
+        self._outbox.put(wire.abort_token(token))
+        return True
+
+    async def explain(self, token: bytes) -> engine_pb2.EngineServiceExplainResponse:
+        """Where a request stands, in the engine's words."""
+        try:
+            request = engine_pb2.EngineServiceExplainRequest(token=token)
+            answer: engine_pb2.EngineServiceExplainResponse = await self._stub.Explain(request, timeout=5.0)
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error) from None
+        return answer
+
+    def _next_handle(self) -> int:
+        while True:
+            handle = next(self._handles) % _HANDLES
+            if handle and handle not in self._live:
+                return handle
+
+    def _send(self, request: EngineRequest) -> None:
+        assert self._outbox is not None
+        replay = request.replay()
+        self.replays += bool(replay)
+        deadline = request.remaining_ms(time.monotonic())
+        self._outbox.put(wire.submit(request.handle, request.token, request.spec, deadline, replay))
+
+    def _abort(self, request: EngineRequest, reason: FinishReason, choice: int | None, kept_tokens: int | None) -> None:
+        if choice is None:
+            self._live.pop(request.handle, None)
+        if self._outbox is not None:
+            self.aborts += 1
+            self._outbox.put(wire.abort(request.handle, reason, choice, kept_tokens))
+
+    async def run(self) -> None:
+        """Connects, and connects again whenever the stream ends, until cancelled."""
+        while True:
+            async for attempt in backoff():
+                if attempt == 0 and self._info is not None:
+                    continue  # lost just now: the first try waits a moment
+                try:
+                    await self._session()
+                except grpc.aio.AioRpcError as error:
+                    self._say(error.details() or error.code().name)
+                except (TriptychError, WireError, TimeoutError) as error:
+                    self._say(str(error) or type(error).__name__)
+                else:
+                    self._say("the stream was closed")
+                if self._outbox is not None:
+                    self._lost()
+                    break
+
+    def _say(self, why: str) -> None:
+        missing = f"engine at {self._address}: {why}"
+        if missing != self.missing or self.attached:
+            _log.warning("waiting for the engine", missing=missing)
+        self.missing = missing
+
+    async def _session(self) -> None:
+        hello = await self._stub.Hello(engine_pb2.EngineServiceHelloRequest(gateway=self._peer), timeout=10.0)
+        info = wire.engine_info(hello, await self._text_files(hello))
+        await self._on_engine(info)
+        call: Stream = self._stub.Attach()
+        outbox = _Outbox()
+        outbox.put(engine_pb2.AttachRequest(hello=engine_pb2.AttachHello(gateway=self._peer)))
+        pump = asyncio.create_task(outbox.pump(call))
+        try:
+            first = await self._read(call)
+            if first is None or not first.HasField("welcome"):
+                raise WireError("the engine did not answer with a welcome")
+            self._attach(outbox, info, first.welcome)
+            while (frame := await self._read(call)) is not None:
+                await self._take(frame)
+        finally:
+            pump.cancel()
+            call.cancel()
+
+    async def _read(self, call: Stream) -> engine_pb2.AttachResponse | None:
+        try:
+            async with asyncio.timeout(_SILENCE_S):
+                frame = await call.read()
+        except TimeoutError:
+            raise TimeoutError(f"no heartbeat for {_SILENCE_S:.0f} s") from None
+        return frame if isinstance(frame, engine_pb2.AttachResponse) else None
+
+    async def _text_files(self, hello: engine_pb2.EngineServiceHelloResponse) -> dict[str, bytes]:
+        """The model's text files, fetching only what no earlier answer held."""
+        wanted = [file.name for file in hello.text_files if file.sha256 not in self._files]
+        if wanted:
+            parts: dict[bytes, bytearray] = {}
+            stream = self._stub.GetTextFiles(engine_pb2.EngineServiceGetTextFilesRequest(names=wanted), timeout=60.0)
+            async for answer in stream:
+                data = parts.setdefault(answer.chunk.file.sha256, bytearray())
+                if answer.chunk.offset != len(data):
+                    raise WireError(f"{answer.chunk.file.name} came out of order")
+                data += answer.chunk.data
+            for digest, data in parts.items():
+                if hashlib.sha256(data).digest() != digest:
+                    raise WireError("a text file does not match its hash")
+                self._files[digest] = bytes(data)
+        named = {file.name: file.sha256 for file in hello.text_files}
+        absent = [name for name, digest in named.items() if digest not in self._files]
+        if absent:
+            raise WireError(f"the engine listed but did not send {', '.join(absent)}")
+        self._files = {digest: self._files[digest] for digest in named.values()}
+        return {name: self._files[digest] for name, digest in named.items()}
+
+    def _attach(self, outbox: _Outbox, info: EngineInfo, welcome: engine_pb2.AttachWelcome) -> None:
+        """The stream stands: everything that the engine does not run (any more) is submitted again."""
+        before, self._info = self._info, info
+        self._outbox, self._draining, self.missing = outbox, False, None
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        kept = wire.live_handles(welcome)
+        if before is not None and before.fingerprint != info.fingerprint:
+            self._fail_all("the engine came back with another model")
+        waiting = [request for handle, request in self._live.items() if handle not in kept]
+        for request in waiting:
+            self._send(request)
+        _log.info(
+            "attached", engine=info.engine, model=info.name, incarnation=info.incarnation, resubmitted=len(waiting)
+        )
+
+    def _lost(self) -> None:
+        """The stream is gone: live requests wait for the next one, but not for ever."""
+        self._outbox = None
+        self.load = Load()
+        self._waits_until = time.monotonic() + self._budget_s
+        loop = asyncio.get_running_loop()
+        self._expiry = loop.call_later(self._budget_s, self._fail_all, f"lost for {self._budget_s:g} s")
+
+    def _fail_all(self, why: str) -> None:
+        lost = Unavailable(f"engine at {self._address}: {why}", reason="ENGINE_LOST", retry_after_ms=1000)
+        for request in self._live.values():
+            request.fail(lost)
+        self._live.clear()
+
+    async def _take(self, frame: engine_pb2.AttachResponse) -> None:
+        if frame.HasField("load"):
+            self.load = wire.load(frame.load)
+        kind = frame.WhichOneof("frame")
+        if kind == "outputs":
+            await self._take_outputs(frame.outputs)
+        elif kind == "rejected":
+            self._fail(frame.rejected.handle, wire.failure(frame.rejected.failure))
+        elif kind == "failed":
+            choice = frame.failed.choice if frame.failed.HasField("choice") else None
+            self._fail(frame.failed.handle, wire.failure(frame.failed.failure), choice)
+        elif kind == "draining":
+            self._draining = True
+
+    def _fail(self, handle: int, error: TriptychError, choice: int | None = None) -> None:
+        request = self._live.pop(handle, None)
+        if request is None:
+            return
+        siblings = choice is not None and request.unfinished > 1
+        request.fail(error)
+        if siblings:
+            self._abort(request, FinishReason.ERROR, None, None)
+
+    async def _take_outputs(self, outputs: engine_pb2.StepOutputs) -> None:
+        live = self._live
+        for started in outputs.started:
+            if (request := live.get(started.handle)) is not None:
+                request.take_started(started.cached_tokens)
+        for piece in outputs.prompt_logprobs:
+            if (request := live.get(piece.handle)) is not None:
+                request.take_prompt_logprobs(piece.first_position, wire.positions(piece.logprobs))
+        for number, row in enumerate(wire.rows(outputs), 1):
+            request = live.get(row.handle)
+            if request is None:
+                continue
+            try:
+                request.take(row.choice, row.first_index, row.token_ids, row.finish, row.logprobs)
+            except TokenGap as gap:
+                self._resubmit(request, gap)
+            if not request.unfinished:
+                live.pop(row.handle, None)
+            if not number % _SLICE:
+                await asyncio.sleep(0)
+
+    def _resubmit(self, request: EngineRequest, gap: TokenGap) -> None:
+        """Starts a request again from what it has, under a new handle."""
+        _log.error("tokens missing, submitting again", request_id=request.spec.request_id, gap=str(gap))
+        del self._live[request.handle]
+        assert self._outbox is not None
+        self._outbox.put(wire.abort(request.handle, FinishReason.ABORT))
+        request.handle = self._next_handle()
+        self._live[request.handle] = request
+        self._send(request)
+
+    async def close(self) -> None:
+        """Fails what is live and closes the channel."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._fail_all("this gateway is shutting down")
+        await self._channel.close()

@@ -57,6 +57,23 @@ class TextOptions:
 
 
 @dataclass(slots=True, frozen=True)
+class ResponseOptions:
+    """How the answer is shown: the part of a request that only its renderer reads."""
+
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    top_logprobs: int | None = None
+    echo: bool = False
+    return_token_ids: bool = False
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the client sees tokens, so that one without text is news too."""
+        return self.return_token_ids or self.top_logprobs is not None
+
+
+@dataclass(slots=True, frozen=True)
 class GenerateSpec:
     """A checked request, ready for the engine."""
 
@@ -124,7 +141,11 @@ class Finish:
 
 @dataclass(slots=True, frozen=True)
 class Delta:
-    """New text of one choice with the tokens behind it: text, ids and logprobs are cut at one token."""
+    """New text of one choice with the tokens behind it: text, ids and logprobs are cut at one token.
+
+    `texts` has the text that each token completed; what `text` has before them is the echoed prompt.
+    Tokens whose text was cut off or left out (a stop string, an EOS id) have "" there.
+    """
 
     choice: int
     first_index: int
@@ -132,6 +153,7 @@ class Delta:
     token_ids: tuple[int, ...]
     logprobs: tuple[Position, ...] = ()
     finish: Finish | None = None
+    texts: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

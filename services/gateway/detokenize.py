@@ -1,0 +1,145 @@
+"""Token ids to text, one at a time. Knows a vocabulary; nothing of stops or clients.
+
+A detokenizer takes the ids of one choice in order and gives the text that each one completed. An
+id is *released* with its text; released texts come in the order of the ids, one per id.
+
+    ids        41   f0   9f   94   a5   20
+    released  "a"  ""   ""   ""  "🔥" " "      the character belongs to the id that completes it
+
+The texts joined equal the tokenizer's own decoding of all ids, wherever the stream is cut.
+"""
+
+from __future__ import annotations
+
+from codecs import utf_8_decode
+from collections.abc import Sequence
+from typing import Protocol
+
+from services.gateway.vocabulary import Vocabulary, strip_left
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+class Detokenizer(Protocol):
+    """The text of one choice."""
+
+    def push(self, token_id: int) -> Sequence[str]:
+        """Takes an id; gives the texts of the oldest ids that were not yet released, one per id."""
+        ...
+
+    def finish(self) -> tuple[Sequence[str], str]:
+        """Texts of the ids that are still held, and what a broken last character adds after them."""
+        ...
+
+
+def new_detokenizer(vocabulary: Vocabulary, *, skip_special_tokens: bool) -> Detokenizer:
+    """The detokenizer that fits the vocabulary."""
+    skipped = vocabulary.special_ids if skip_special_tokens else frozenset[int]()
+    if vocabulary.joining.by_bytes:
+        return ByteDetokenizer(vocabulary, skipped)
+    return PieceDetokenizer(vocabulary, skipped)
+
+
+class ByteDetokenizer:
+    """Byte-level BPE: the bytes of all ids, read as UTF-8. Each id is released when it comes."""
+
+    __slots__ = ("_fragments", "_pending", "_skipped")
+
+    def __init__(self, vocabulary: Vocabulary, skipped: frozenset[int]) -> None:
+        self._fragments = vocabulary.fragments
+        self._skipped = skipped
+        self._pending = b""
+
+    def push(self, token_id: int) -> Sequence[str]:
+        """Takes an id; gives the text that it completes."""
+        if token_id in self._skipped or not 0 <= token_id < len(self._fragments):
+            return ("",)
+        fragment = self._fragments[token_id]
+        if isinstance(fragment, str):
+            if not self._pending:
+                return (fragment,)
+            fragment = fragment.encode()
+        elif isinstance(fragment, int):
+            return ("",)
+        data = self._pending + fragment
+        text, used = utf_8_decode(data, "replace", False)
+        self._pending = data[used:]
+        return (text,)
+
+    def finish(self) -> tuple[Sequence[str], str]:
+        """What an incomplete last character becomes."""
+        tail = self._pending.decode("utf-8", "replace")
+        self._pending = b""
+        return (), tail
+
+
+class PieceDetokenizer:
+    """Sentencepiece style: the texts of all ids one after another, bytes where a character has no piece.
+
+    The reference decoder reads a run of byte pieces as a whole: one wrong byte in it turns each of
+    them into U+FFFD. So a run is held until it ends.
+    """
+
+    __slots__ = ("_fragments", "_held", "_joining", "_pieces", "_run", "_skipped", "_started", "_strip")
+
+    def __init__(self, vocabulary: Vocabulary, skipped: frozenset[int]) -> None:
+        self._fragments = vocabulary.fragments
+        self._pieces = vocabulary.pieces
+        self._joining = vocabulary.joining
+        self._skipped = skipped
+        self._strip = vocabulary.joining.strip_count
+        self._started = False
+        self._held: list[int | None] = []  # bytes of the run; None for ids within it that give no text
+        self._run = False
+
+    def push(self, token_id: int) -> Sequence[str]:
+        """Takes an id; gives the texts of the ids whose text is now known."""
+        if token_id in self._skipped or not 0 <= token_id < len(self._fragments) or self._pieces[token_id] is None:
+            if self._run:
+                self._held.append(None)
+                return ()
+            return ("",)
+        fragment = self._fragments[token_id]
+        if isinstance(fragment, int):
+            self._started = True
+            self._run = True
+            self._held.append(fragment)
+            return ()
+        text = self._text(token_id)
+        if not self._run:
+            return (self._stripped(text),)
+        texts = self._end_run()
+        texts.append(self._stripped(text))
+        return texts
+
+    def finish(self) -> tuple[Sequence[str], str]:
+        """The texts of a last run."""
+        return (self._end_run() if self._run else ()), ""
+
+    def _text(self, token_id: int) -> str:
+        if not self._started:
+            self._started = True
+            if self._joining.first_changes is not None:
+                return self._joining.apply(self._pieces[token_id] or "", first=True)
+        fragment = self._fragments[token_id]
+        return fragment if isinstance(fragment, str) else ""
+
+    def _end_run(self) -> list[str]:
+        held, self._held, self._run = self._held, [], False
+        try:
+            bytes(byte for byte in held if byte is not None).decode()
+        except UnicodeDecodeError:
+            return ["" if byte is None else self._stripped(_BROKEN) for byte in held]
+        texts: list[str] = []
+        pending = b""
+        for byte in held:
+            text, used = utf_8_decode(pending + bytes((byte,)), "strict", False) if byte is not None else ("", 0)
+            if byte is not None:
+                pending = (pending + bytes((byte,)))[used:]
+            texts.append(self._stripped(text))
+        return texts
+
+    def _stripped(self, text: str) -> str:
+        if self._strip and text:
+            text, self._strip = strip_left(text, self._joining.strip_char, self._strip)
+        return text

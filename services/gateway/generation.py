@@ -1,0 +1,141 @@
+"""A whole request: events of the engine in, deltas of all its choices out. Knows no protocol.
+
+EngineStream ──receive──▶ events ──▶ a pipeline per choice ──▶ deltas
+     ◀──abort── a choice that a stop string ended, or all that still run when the client is gone
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Protocol
+
+from services.common.errors import TriptychError, internal
+from services.gateway.pipeline import ChoicePipeline
+from services.gateway.request import (
+    ChoiceTokens,
+    Delta,
+    EngineEvent,
+    FinishReason,
+    GenerateSpec,
+    Position,
+    RequestStarted,
+    Usage,
+)
+from services.gateway.stops import StopMatcher
+from services.gateway.vocabulary import Vocabulary
+
+
+class EngineStream(Protocol):
+    """One submitted request, as the router shows it."""
+
+    async def receive(self) -> Sequence[EngineEvent]:
+        """All events that have come, at least one: it waits for that. Raises the request's failure, once."""
+        ...
+
+    def abort(self, choice: int | None, reason: FinishReason, kept_tokens: int | None) -> None:
+        """Ends a choice, or with None all that run. Never waits; what still comes for it is dropped."""
+        ...
+
+
+class Generation:
+    """One request that runs. Iterate it, or await `whole`; `close` it however that ends."""
+
+    def __init__(
+        self,
+        spec: GenerateSpec,
+        vocabulary: Vocabulary,
+        stream: EngineStream,
+        *,
+        needs_tokens: bool = False,
+        echo: str = "",
+    ) -> None:
+        self.usage = Usage(len(spec.prompt_ids))
+        self.prompt_logprobs: list[Position] = []
+        self.failed = False
+        self._stream = stream
+        matcher = StopMatcher(spec.text.stop) if spec.text.stop else None
+        self._pipelines = [
+            ChoicePipeline(
+                choice,
+                vocabulary,
+                spec.text,
+                matcher=matcher,
+                min_tokens=spec.sampling.min_tokens,
+                needs_tokens=needs_tokens,
+                echo=echo,
+            )
+            for choice in range(spec.sampling.n)
+        ]
+        self._running = set(range(spec.sampling.n))  # choices that the engine has not finished and we not aborted
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        """Deltas as they come; events that queued up while the reader was busy are merged."""
+        try:
+            while self._running:
+                touched = self._apply(await self._receive())
+                for delta in self._take(touched):
+                    yield delta
+        finally:
+            self.close()
+
+    async def whole(self) -> list[Delta]:
+        """One delta per choice, when all have ended."""
+        try:
+            while self._running:
+                self._apply(await self._receive())
+            return list(self._take(range(len(self._pipelines))))
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Ends what still runs. Does nothing after a request that ended by itself."""
+        if not self._running:
+            return
+        if len(self._running) == len(self._pipelines):
+            self._stream.abort(None, FinishReason.ABORT, None)
+        else:
+            for choice in sorted(self._running):
+                self._stream.abort(choice, FinishReason.ABORT, self._pipelines[choice].kept_tokens)
+        self._running.clear()
+
+    async def _receive(self) -> Sequence[EngineEvent]:
+        try:
+            events = await self._stream.receive()
+        except TriptychError:
+            self._running.clear()  # it has failed: nothing is left to abort
+            self.failed = True
+            raise
+        if not events:
+            raise internal("the engine's events ended before the request")
+        return events
+
+    def _apply(self, events: Sequence[EngineEvent]) -> Sequence[int]:
+        """Takes events in; gives the choices that they concern, in order of their first event."""
+        touched: dict[int, None] = {}
+        for event in events:
+            if isinstance(event, ChoiceTokens):
+                if event.choice in self._running:
+                    self._push(event)
+                    touched[event.choice] = None
+            elif isinstance(event, RequestStarted):
+                self.usage.cached_tokens = event.cached_tokens
+            else:
+                missing = len(self.prompt_logprobs) - event.first_position
+                self.prompt_logprobs.extend(event.positions[max(missing, 0) :])
+        return tuple(touched)
+
+    def _push(self, event: ChoiceTokens) -> None:
+        pipeline = self._pipelines[event.choice]
+        pipeline.push(event)
+        if event.finish is not FinishReason.NONE:
+            self._running.discard(event.choice)
+        elif pipeline.finish is not None:
+            self._running.discard(event.choice)
+            self._stream.abort(event.choice, FinishReason.STOP_STRING, pipeline.kept_tokens)
+
+    def _take(self, choices: Sequence[int]) -> Iterator[Delta]:
+        for choice in choices:
+            delta = self._pipelines[choice].take()
+            if delta is not None:
+                self.usage.completion_tokens += len(delta.token_ids)
+                yield delta

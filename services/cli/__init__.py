@@ -1,1 +1,15 @@
-"""The `triptych` command; its rooms are listed here top first."""
+"""The `triptych` command: a local cluster, the roles, clients and tools. Imports no torch.
+
+__main__        the list of sub-commands
+serve           worker, engine and gateway on this machine
+role            one role, in this process
+chat            a conversation in the terminal
+complete        one text continued
+export_text     writes a model's text files
+bench           measures an OpenAI-compatible server
+reference       prints every knob of every role
+load            the closed loop behind bench
+figures         times and counts of a run, and what they come to
+prompts         prompts of an exact number of tokens
+client          what chat and complete share: options, channel, errors
+"""

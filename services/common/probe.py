@@ -8,15 +8,19 @@ from __future__ import annotations
 import sys
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 
 def is_ready(address: str, timeout_s: float = 2.0) -> bool:
     """Whether grpc.health.v1 at `address` answers SERVING in time."""
     with grpc.insecure_channel(address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            health_pb2.HealthCheckRequest.SerializeToString,
+            health_pb2.HealthCheckResponse.FromString,
+        )
         try:
-            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+            answer = check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.RpcError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 _FILE_VARIABLE = "TRIPTYCH_CONFIG"
-_SHARED_TABLES = ("gateway", "engine", "worker")
+_SHARED_TABLES = ("gateway", "engine", "worker", "rest")
 """Tables that one settings file may hold for other processes than the one that reads it."""
 
 

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ ROLES = ("worker", "engine", "gateway")
 
 _SOCKET_ROOM = 40
 _POLL_S = 0.05
+_MARGIN_S = 2.0
 
 
 class ClusterError(Exception):
@@ -93,13 +95,13 @@ class Cluster:
         """Process id of a role."""
         return self._processes[role].pid
 
-    def start(self) -> None:
+    def start(self, give_up: threading.Event | None = None) -> None:
         """Starts all roles and returns when the cluster answers. Raises ClusterError, and has then stopped."""
         self.folder = _runtime_folder()
         try:
             for role in ROLES:
                 self.start_role(role)
-            self._wait_ready()
+            self._wait_ready(give_up or threading.Event())
         except BaseException:
             self.stop(drain_s=0)
             raise
@@ -139,12 +141,17 @@ class Cluster:
     def stop(self, drain_s: float | None = None) -> None:
         """Ends the gateway first, so that live streams finish within `drain_s`, then engine and worker."""
         patience = self._drain_s if drain_s is None else drain_s
-        for role in reversed(ROLES):
-            if process := self._processes.pop(role, None):
-                _end(process, patience)
-        if self.folder != Path():
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder = Path()
+        try:
+            for role in reversed(ROLES):
+                if role in self._processes:
+                    _ask_to_end(self._processes[role], patience)
+        finally:
+            for process in self._processes.values():
+                _end(process)
+            self._processes.clear()
+            if self.folder != Path():
+                shutil.rmtree(self.folder, ignore_errors=True)
+                self.folder = Path()
 
     def __enter__(self) -> Self:
         self.start()
@@ -155,10 +162,12 @@ class Cluster:
     ) -> None:
         self.stop()
 
-    def _wait_ready(self) -> None:
+    def _wait_ready(self, give_up: threading.Event) -> None:
         deadline = time.monotonic() + self._ready_s
         while not self.is_ready():
             self.check()
+            if give_up.is_set():
+                raise ClusterError("stopped before it was ready")
             if time.monotonic() > deadline:
                 raise ClusterError(f"not ready after {self._ready_s:.0f} s; the logs above say what is missing")
             time.sleep(_POLL_S)
@@ -223,13 +232,16 @@ def _how(status: int) -> str:
     return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
 
 
-def _end(process: subprocess.Popen[bytes], patience_s: float) -> None:
-    """Asks, waits, then kills. The watch on standard input goes last, or it would ask a second time."""
+def _ask_to_end(process: subprocess.Popen[bytes], patience_s: float) -> None:
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience_s + 2)
-        process.kill()
+            process.wait(patience_s + _MARGIN_S)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Standard input closes last: while the child lives, that would ask it a second time."""
+    process.kill()
     process.wait()
     if process.stdin:
         process.stdin.close()

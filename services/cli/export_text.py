@@ -1,0 +1,126 @@
+"""`triptych export-text DIR`: writes a model's text files, from a running process or from a model's path.
+
+Only a worker opens models. For a path a worker is therefore started here, simulated (without torch
+and weights), asked, and stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import grpc.aio
+
+from protos import common_pb2, engine_pb2, engine_pb2_grpc, worker_pb2, worker_pb2_grpc
+from services.cli import client
+from services.common.channel import backoff, connect
+from services.common.settings import Settings, SettingsError, build_parser, knob
+
+_START_S = 60.0
+
+
+class ExportSettings(Settings):
+    """Writes a model's text files: tokenizer, config, generation defaults, chat template."""
+
+    section: ClassVar[str] = "export"
+
+    engine: str | None = knob(None, "address of a running engine to ask")
+    worker: str | None = knob(None, "address of a running worker to ask")
+    model: Path | None = knob(None, "GGUF file or Hugging Face folder to read instead")
+
+
+def main(command: str, argv: Sequence[str]) -> int:
+    """Writes the files and names them."""
+    parser = build_parser(ExportSettings, f"triptych {command}")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="folder to write to; made if it is not there")
+    given = vars(parser.parse_args(list(argv)))
+    folder: Path = given.pop("folder")
+    settings = ExportSettings.resolve(given)
+    sources = [settings.engine, settings.worker, settings.model]
+    if sum(source is not None for source in sources) != 1:
+        raise SettingsError("name one source: --engine ADDRESS, --worker ADDRESS or --model PATH")
+    return client.run(_export(settings, folder))
+
+
+async def _export(settings: ExportSettings, folder: Path) -> None:
+    if settings.engine:
+        async with connect(settings.engine) as channel:
+            files = await _collect(_from_engine(channel))
+    elif settings.worker:
+        async with connect(settings.worker) as channel:
+            files = await _collect(_from_worker(channel))
+    else:
+        files = await _from_path(settings.model or Path())
+    _write(folder, files)
+
+
+async def _from_engine(channel: grpc.aio.Channel) -> AsyncIterator[common_pb2.TextFileChunk]:
+    stub = engine_pb2_grpc.EngineServiceStub(channel)
+    async for message in stub.GetTextFiles(engine_pb2.EngineServiceGetTextFilesRequest()):
+        yield message.chunk
+
+
+async def _from_worker(channel: grpc.aio.Channel) -> AsyncIterator[common_pb2.TextFileChunk]:
+    stub = worker_pb2_grpc.WorkerServiceStub(channel)
+    async for message in stub.GetTextFiles(worker_pb2.WorkerServiceGetTextFilesRequest()):
+        yield message.chunk
+
+
+async def _from_path(model: Path) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory(prefix="triptych-", dir="/tmp") as private:
+        address = f"unix:{private}/worker"
+        options = ["--simulated", f"--model={model}", f"--listen={address}", "--metrics-port=0", "--log-level=error"]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "services.local.child", "services.worker", *options, stdin=subprocess.PIPE
+        )
+        try:
+            async with connect(address) as channel:
+                await _load(channel, model, process)
+                return await _collect(_from_worker(channel))
+        finally:
+            if process.returncode is None:
+                process.terminate()
+            await process.wait()
+
+
+async def _load(channel: grpc.aio.Channel, model: Path, process: asyncio.subprocess.Process) -> None:
+    """Waits for our own worker and has it open the model."""
+    stub = worker_pb2_grpc.WorkerServiceStub(channel)
+    async with asyncio.timeout(_START_S):
+        async for _ in backoff():
+            if process.returncode is not None:
+                raise SettingsError(f"--model: the worker cannot read {model}; its log stands above")
+            try:
+                await stub.Load(worker_pb2.LoadRequest(engine=common_pb2.Peer(role="cli", incarnation=1)))
+                return
+            except grpc.aio.AioRpcError as error:
+                if error.code() != grpc.StatusCode.UNAVAILABLE:
+                    raise
+
+
+async def _collect(chunks: AsyncIterator[common_pb2.TextFileChunk]) -> dict[str, bytes]:
+    """The files by name, each checked against its hash."""
+    files: dict[str, bytearray] = {}
+    digests: dict[str, bytes] = {}
+    async for chunk in chunks:
+        files.setdefault(chunk.file.name, bytearray()).extend(chunk.data)
+        digests[chunk.file.name] = chunk.file.sha256
+    for name, data in files.items():
+        if hashlib.sha256(data).digest() != digests[name]:
+            raise SettingsError(f"{name} arrived damaged")
+    return {name: bytes(data) for name, data in files.items()}
+
+
+def _write(folder: Path, files: Mapping[str, bytes]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        if Path(name).name != name:
+            raise SettingsError(f"refusing to write {name!r}: not a plain file name")
+        (folder / name).write_bytes(data)
+        print(folder / name)

@@ -1,0 +1,144 @@
+"""`triptych serve [MODEL]`: worker, engine and gateway on this machine, until Ctrl-C or SIGTERM.
+
+Every knob of the three roles is an option here. A knob that only one role has goes by its own name
+(--max-num-seqs), one that several have sets all of them (--log-level) or one (--worker-log-level).
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from services.cli import client
+from services.common.settings import Parser, Settings, SettingsError, argument, option
+from services.engine.config import EngineSettings
+from services.gateway.config import GatewaySettings
+from services.local import demo
+from services.local.cluster import Cluster, ClusterError
+from services.worker.config import WorkerSettings
+
+ROLES: dict[str, type[Settings]] = {"gateway": GatewaySettings, "engine": EngineSettings, "worker": WorkerSettings}
+
+_WIRED = {"worker": {"listen", "model"}, "engine": {"listen", "worker"}, "gateway": {"engine"}}
+"""Knobs that the cluster sets: the addresses between the roles, and the model."""
+
+_OF_ONE_PROCESS = {"name", "metrics_port"}
+"""Knobs that make no sense with one value for several processes."""
+
+_MODEL_HELP = "GGUF file or Hugging Face folder; the demo model if left out"
+_POLL_S = 0.2
+
+
+def main(command: str, argv: Sequence[str]) -> int:
+    """Serves until a signal. Status 1 when a process of the cluster ends by itself."""
+    model, ask, knobs = parse(argv, f"triptych {command}")
+    stop = _stop_at_signal()
+    try:
+        cluster = _cluster(model, knobs)
+        print("Starting worker, engine and gateway", flush=True)
+        cluster.start(stop)
+        try:
+            _greet(cluster, ask, stop)
+            while not stop.wait(_POLL_S):
+                cluster.check()
+            print("Stopping", flush=True)
+        finally:
+            cluster.stop()
+    except (ClusterError, demo.DemoModelError) as error:
+        if stop.is_set():
+            return 0
+        print(f"triptych {command}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def parse(argv: Sequence[str], prog: str) -> tuple[str, str, dict[str, dict[str, Any]]]:
+    """The model's path, the question to ask and each role's knobs as given. Raises SettingsError."""
+    given = vars(build_parser(prog).parse_args(list(argv)))
+    model, ask, config = (given.pop(name, "") for name in ("model", "ask", "config"))
+    if model and not Path(model).exists():
+        raise SettingsError(f"MODEL: nothing lies at {model!r}; name a GGUF file or a Hugging Face folder")
+    knobs: dict[str, dict[str, Any]] = {role: {} for role in ROLES}
+    for role, cls in ROLES.items():
+        for name in cls.model_fields:
+            for key in (f".{name}", f"{role}.{name}"):
+                if key in given:
+                    knobs[role][name] = given[key]
+        if config:
+            knobs[role]["config"] = config
+        cls.resolve(knobs[role])
+    return model, ask, knobs
+
+
+def build_parser(prog: str) -> argparse.ArgumentParser:
+    """The command line of `serve`, from the roles' own definitions."""
+    parser = Parser(prog=prog, description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = f"{prog} [MODEL] [OPTION…]"
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL_HELP)
+    parser.add_argument("--ask", metavar="TEXT", help="ask this once the cluster is ready, and print the answer")
+    parser.add_argument("--config", metavar="FILE", help="settings file (TOML) with a table per role")
+    shared = parser.add_argument_group("several roles", "also for one of them, as in --worker-log-level")
+    groups = {role: parser.add_argument_group(role) for role in ROLES}
+    for name in {name: None for cls in ROLES.values() for name in cls.model_fields}:
+        owners = [role for role, cls in ROLES.items() if name in cls.model_fields and name not in _WIRED[role]]
+        unique, joint = len(owners) == 1, len(owners) > 1 and name not in _OF_ONE_PROCESS
+        if joint:
+            shared.add_argument(option(name), dest=f".{name}", **_argument(owners[0], name))
+        for role in owners:
+            flags = [option(name)] * unique + [option(f"{role}_{name}")]
+            kind = {**_argument(role, name), **({"help": argparse.SUPPRESS} if joint else {})}
+            groups[role].add_argument(*flags, dest=f"{role}.{name}", **kind)
+    return parser
+
+
+def _argument(role: str, name: str) -> dict[str, Any]:
+    return argument(ROLES[role], name, ROLES[role].model_fields[name])
+
+
+def _cluster(model: str, knobs: dict[str, dict[str, Any]]) -> Cluster:
+    gateway = GatewaySettings.resolve(knobs["gateway"])
+    model = model or WorkerSettings.resolve(knobs["worker"]).model
+    if not model:
+        model = str(demo.fetch())
+        if EngineSettings.resolve(knobs["engine"]).served_model_name is None:
+            knobs["engine"]["served_model_name"] = demo.NAME
+    for role, cls in (("engine", EngineSettings), ("worker", WorkerSettings)):
+        knobs[role]["metrics_port"] = cls.resolve(knobs[role]).metrics_port
+    return Cluster(
+        model=model,
+        host=gateway.host,
+        http_port=gateway.http_port,
+        grpc_port=gateway.grpc_port,
+        drain_s=gateway.drain_s,
+        worker=knobs["worker"],
+        engine=knobs["engine"],
+        gateway=knobs["gateway"],
+    )
+
+
+def _stop_at_signal() -> threading.Event:
+    """Set at the first SIGINT or SIGTERM; a second one interrupts the drain."""
+    stop = threading.Event()
+
+    def on_signal(_number: int, _frame: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    return stop
+
+
+def _greet(cluster: Cluster, ask: str, stop: threading.Event) -> None:
+    print(f"Ready. REST (OpenAI API) at {cluster.http_url}/v1, gRPC at {cluster.grpc_address}", flush=True)
+    if ask:
+        print(f"\n> {ask}", flush=True)
+        client.run(client.answer(cluster.grpc_address, ask, stop.is_set))
+    print("\nCtrl-C stops it.", flush=True)

@@ -14,7 +14,6 @@ import asyncio
 import secrets
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Self
 
 from services.common.errors import TriptychError
 from services.gateway.request import (
@@ -48,10 +47,22 @@ class _Choice:
 
 
 class EngineRequest:
-    """A submitted request: an async iterator of its events that ends after the last choice did."""
+    """A submitted request. `receive` gives its events until the last choice has ended."""
 
-    __slots__ = ("_abort", "_choices", "_error", "_ready", "_started", "_waiter", "handle", "seen_prompt", "spec",
-                 "submitted_at", "token", "unfinished")  # fmt: skip
+    __slots__ = (
+        "_abort",
+        "_choices",
+        "_error",
+        "_news",
+        "_ready",
+        "_waiter",
+        "handle",
+        "seen_prompt",
+        "spec",
+        "submitted_at",
+        "token",
+        "unfinished",
+    )  # fmt: skip
 
     def __init__(self, spec: GenerateSpec, handle: int, now: float, abort: AbortSender) -> None:
         self.spec = spec
@@ -63,7 +74,7 @@ class EngineRequest:
         self._abort = abort
         self._choices = [_Choice() for _ in range(spec.sampling.n)]
         self._ready: dict[int, _Choice] = {}
-        self._started: list[RequestStarted | PromptLogprobs] = []
+        self._news: list[RequestStarted | PromptLogprobs] = []
         self._error: TriptychError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -114,7 +125,7 @@ class EngineRequest:
     def take_started(self, cached_tokens: int) -> None:
         """The request ran for the first time; after a replay that is no news."""
         if not any(choice.ids for choice in self._choices):
-            self._started.append(RequestStarted(cached_tokens))
+            self._news.append(RequestStarted(cached_tokens))
             self._wake()
 
     def take_prompt_logprobs(self, first_position: int, positions: list[Position]) -> None:
@@ -124,7 +135,7 @@ class EngineRequest:
             fresh = positions[max(0, skip) :]
             first_position += max(0, skip)
             self.seen_prompt = first_position + len(fresh) - 1
-            self._started.append(PromptLogprobs(first_position, tuple(fresh)))
+            self._news.append(PromptLogprobs(first_position, tuple(fresh)))
             self._wake()
 
     def fail(self, error: TriptychError) -> None:
@@ -136,7 +147,7 @@ class EngineRequest:
     def abort(
         self, choice: int | None = None, reason: FinishReason = FinishReason.ABORT, kept_tokens: int | None = None
     ) -> None:
-        """Ends the request, or one choice of it, for its reader's sake. No-op for what has ended."""
+        """Ends the request, or one choice of it. No-op for what has ended."""
         if not self.live or (choice is not None and self._choices[choice].finish):
             return
         for index in range(len(self._choices)) if choice is None else (choice,):
@@ -152,31 +163,25 @@ class EngineRequest:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> EngineEvent:
+    async def receive(self) -> Sequence[EngineEvent]:
+        """All events that wait to be read; waits for one. Raises the request's failure; empty after its end."""
         while True:
-            if self._started:
-                return self._started.pop(0)
-            if self._ready:
-                index, choice = self._ready.popitem() if len(self._ready) == 1 else self._first()
-                if not choice.told:
-                    return self._event(index, choice)
-                continue
+            if self._ready or self._news:
+                events: list[EngineEvent] = [*self._news]
+                events += [self._event(index, choice) for index, choice in self._ready.items() if not choice.told]
+                self._news.clear()
+                self._ready.clear()
+                if events:
+                    return events
             if self._error is not None:
                 raise self._error
             if not self.unfinished:
-                raise StopAsyncIteration
+                return ()
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-
-    def _first(self) -> tuple[int, _Choice]:
-        index = next(iter(self._ready))
-        return index, self._ready.pop(index)
 
     def _event(self, index: int, choice: _Choice) -> ChoiceTokens:
         first = choice.delivered

@@ -30,6 +30,14 @@ TEMPLATE = (
 )
 
 
+async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    """Returns once the condition holds; a failure says which one never did."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, "waited in vain"
+        await asyncio.sleep(0.005)
+
+
 def _tokenizer_json() -> str:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]

@@ -13,6 +13,7 @@ from services.common.errors import ResourceExhausted, TriptychError, Unavailable
 from services.gateway.inflight import EngineRequest
 from services.gateway.request import (
     ChoiceTokens,
+    EngineEvent,
     FinishReason,
     GenerateSpec,
     RequestStarted,
@@ -20,7 +21,7 @@ from services.gateway.request import (
 )
 from services.gateway.router import Router
 from services.gateway.wire import EngineInfo
-from tests.gateway.fake_engine import END, FakeEngine
+from tests.gateway.fake_engine import END, FakeEngine, until
 
 
 def spec(**sampling: object) -> GenerateSpec:
@@ -33,8 +34,7 @@ class Stack:
         self.engine, self.router, self.infos = engine, router, infos
 
     async def attached(self) -> None:
-        while not self.router.attached:
-            await asyncio.sleep(0.01)
+        await until(lambda: self.router.attached)
 
 
 @contextlib.asynccontextmanager
@@ -50,8 +50,7 @@ async def stack(engine: FakeEngine | None = None, *, budget_s: float = 20.0) -> 
     task = asyncio.create_task(router.run())
     result = Stack(engine, router, infos)
     try:
-        async with asyncio.timeout(10):
-            await result.attached()
+        await result.attached()
         yield result
     finally:
         task.cancel()
@@ -59,10 +58,16 @@ async def stack(engine: FakeEngine | None = None, *, budget_s: float = 20.0) -> 
         await engine.kill()
 
 
+async def events_of(request: EngineRequest) -> AsyncIterator[EngineEvent]:
+    while events := await request.receive():
+        for event in events:
+            yield event
+
+
 async def read(request: EngineRequest) -> tuple[dict[int, list[int]], dict[int, FinishReason]]:
     ids: dict[int, list[int]] = {}
     finishes: dict[int, FinishReason] = {}
-    async for event in request:
+    async for event in events_of(request):
         if isinstance(event, ChoiceTokens):
             mine = ids.setdefault(event.choice, [])
             assert event.first_index == len(mine)
@@ -75,7 +80,7 @@ async def read(request: EngineRequest) -> tuple[dict[int, list[int]], dict[int, 
 async def test_a_request_gives_its_tokens_and_ends_without_an_abort() -> None:
     async with stack() as s:
         request = s.router.submit(spec())
-        events = [event async for event in request]
+        events = [event async for event in events_of(request)]
         assert isinstance(events[0], RequestStarted)
         tokens = [event for event in events if isinstance(event, ChoiceTokens)]
         assert [token for event in tokens for token in event.token_ids] == [*b"hello world", END]
@@ -126,9 +131,8 @@ async def test_two_requests_of_one_client_id_do_not_mix() -> None:
 async def test_a_slow_reader_gets_one_merged_event_per_choice() -> None:
     async with stack() as s:
         request = s.router.submit(spec(n=2, logprobs=0))
-        while request.live:
-            await asyncio.sleep(0.01)
-        events = [event async for event in request if isinstance(event, ChoiceTokens)]
+        await until(lambda: not request.live)
+        events = [event async for event in events_of(request) if isinstance(event, ChoiceTokens)]
         assert [(event.choice, len(event.token_ids), len(event.logprobs)) for event in events] == [
             (0, 12, 12),
             (1, 12, 12),
@@ -148,13 +152,11 @@ async def test_a_thousand_requests_send_no_abort() -> None:
 async def test_an_abort_reaches_the_engine_and_ends_the_iterator() -> None:
     async with stack(FakeEngine(script=lambda *_: [65] * 90)) as s:
         request = s.router.submit(spec())
-        await anext(request)
+        await until(lambda: s.engine.step_number > 1)
         request.abort()
         _, finishes = await read(request)
         assert finishes == {0: FinishReason.ABORT}
-        async with asyncio.timeout(5):
-            while s.engine.live:
-                await asyncio.sleep(0.005)
+        await until(lambda: not s.engine.live)
         assert [abort.reason for abort in s.engine.aborts] == [common_pb2.FINISH_REASON_ABORT]
         request.abort()
         assert len(s.engine.aborts) == 1
@@ -176,7 +178,7 @@ async def test_a_refused_request_raises_what_the_engine_said() -> None:
     async with stack(FakeEngine(refuse=refusal)) as s:
         request = s.router.submit(spec())
         with pytest.raises(ResourceExhausted, match="queue is full") as caught:
-            await anext(request)
+            await request.receive()
         assert (caught.value.reason, caught.value.retry_after_ms) == ("QUEUE_FULL", 700)
         assert s.router.live == 0
 
@@ -185,8 +187,7 @@ async def test_a_failure_comes_after_the_tokens_before_it() -> None:
     """C53, below the transport."""
     async with stack(FakeEngine(held=True)) as s:
         request = s.router.submit(spec())
-        while not s.engine.live:
-            await asyncio.sleep(0.005)
+        await until(lambda: s.engine.live)
         s.engine.step()
         s.engine.send(
             engine_pb2.AttachResponse(
@@ -195,7 +196,7 @@ async def test_a_failure_comes_after_the_tokens_before_it() -> None:
         )
         events: list[object] = []
         with pytest.raises(TriptychError, match="boom"):
-            events += [event async for event in request]
+            events += [event async for event in events_of(request)]
         assert s.engine.aborts == []
 
 
@@ -211,9 +212,7 @@ async def test_an_engine_that_dies_in_the_middle_is_not_noticed() -> None:
             await engine.kill()
             await asyncio.sleep(0.05)
             await engine.start()
-            async with asyncio.timeout(10):
-                while s.router.attached is False:
-                    await asyncio.sleep(0.005)
+            await until(lambda: s.router.attached)
         ids, finishes = await reader
         assert bytes(ids[0][:-1]) == text
         assert bytes(ids[1][:-1]) == text[1:]
@@ -239,8 +238,7 @@ async def test_after_the_budget_requests_fail_and_new_ones_are_refused() -> None
             s.router.submit(spec())
         assert s.router.obstacle() is not None
         await engine.start()
-        async with asyncio.timeout(10):
-            await s.attached()
+        await s.attached()
         engine.held = False
         assert (await read(s.router.submit(spec())))[1] == {0: FinishReason.EOS}
 
@@ -249,9 +247,7 @@ async def test_a_request_made_while_the_engine_is_away_waits_for_it() -> None:
     engine = FakeEngine()
     async with stack(engine) as s:
         await engine.kill()
-        async with asyncio.timeout(10):
-            while s.router.attached:
-                await asyncio.sleep(0.005)
+        await until(lambda: not s.router.attached)
         request = s.router.submit(spec())
         await engine.start()
         assert (await read(request))[1] == {0: FinishReason.EOS}
@@ -280,12 +276,9 @@ async def test_the_gateway_may_start_before_the_engine_and_says_what_is_missing(
     router = Router(engine.address, name="g", version="0", on_engine=on_engine)
     task = asyncio.create_task(router.run())
     try:
-        async with asyncio.timeout(10):
-            while "the worker is not there yet" not in (router.obstacle() or ""):
-                await asyncio.sleep(0.01)
-            engine.ready = True
-            while router.obstacle() is not None:
-                await asyncio.sleep(0.01)
+        await until(lambda: "the worker is not there yet" in (router.obstacle() or ""))
+        engine.ready = True
+        await until(lambda: router.obstacle() is None)
     finally:
         task.cancel()
         await router.close()
@@ -295,17 +288,14 @@ async def test_the_gateway_may_start_before_the_engine_and_says_what_is_missing(
 async def test_tokens_that_come_twice_are_dropped_and_missing_ones_are_asked_for_again() -> None:
     async with stack(FakeEngine(held=True)) as s:
         request = s.router.submit(spec())
-        while not s.engine.live:
-            await asyncio.sleep(0.005)
+        await until(lambda: s.engine.live)
         s.engine.step()
         running = s.engine.live[request.handle]
         running.sent[0] = 0  # again from the start
         s.engine.step()
         running.sent[0] = 5  # a hole
         s.engine.step()
-        async with asyncio.timeout(5):
-            while len(s.engine.submits) < 2:
-                await asyncio.sleep(0.005)
+        await until(lambda: len(s.engine.submits) == 2)
         s.engine.held = False
         ids, _ = await read(request)
         assert bytes(ids[0][:-1]) == b"hello world"
@@ -315,8 +305,7 @@ async def test_tokens_that_come_twice_are_dropped_and_missing_ones_are_asked_for
 async def test_abort_by_token_and_explain() -> None:
     async with stack(FakeEngine(held=True)) as s:
         request = s.router.submit(spec())
-        while not s.engine.live:
-            await asyncio.sleep(0.005)
+        await until(lambda: s.engine.live)
         assert (await s.router.explain(request.token)).state == "running"
         assert await s.router.abort_by_token(request.token)
         assert (await read(request))[1] == {0: FinishReason.ABORT}

@@ -1,0 +1,135 @@
+"""The engine's process: everything is made and wired here, and ended in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+from prometheus_client import CollectorRegistry
+
+from protos import engine_pb2_grpc
+from services.common import logs
+from services.common.logs import Log
+from services.common.metrics import Scrape
+from services.common.server import Server, tune_interpreter, wait_for_signal
+from services.common.settings import SettingsError
+from services.engine.config import EngineSettings
+from services.engine.core import EngineCore
+from services.engine.loop import EngineLoop, core_config
+from services.engine.metrics import EngineMetrics
+from services.engine.service import EngineService
+from services.engine.workers import WorkerGroup
+
+SERVICE = "triptych.v1.EngineService"
+_LOOK_S = 0.2
+_log = Log("engine")
+
+
+class Engine:
+    """One engine: its server, its worker group, and the loop between them once the group stands."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        incarnation = secrets.randbits(63) | 1
+        version = _version()
+        self.settings = settings
+        self.registry = CollectorRegistry()
+        self.workers = WorkerGroup(settings, incarnation, version)
+        self.service = EngineService(settings, self.workers, incarnation, version)
+        self.server = Server([settings.listen])
+        self.loop: EngineLoop | None = None
+        self._ready = False
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(self.service, self.server.grpc)
+
+    async def run(self) -> None:
+        """Serves until cancelled."""
+        await self.server.start(SERVICE)
+        _log.info("listening", listen=self.settings.listen, worker=self.settings.worker)
+        watch = asyncio.create_task(self._watch_readiness())
+        try:
+            standing = await self.workers.stand(None)
+            core = EngineCore(core_config(self.settings, standing))
+            engine_metrics = EngineMetrics(self.registry, standing.model.name, self.settings.name)
+            engine_metrics.cache_config(standing, self.settings.enable_prefix_caching)
+            self.loop = EngineLoop(self.settings, self.workers, standing, core, engine_metrics)
+            self.service.open(self.loop)
+            await self.loop.run()
+        finally:
+            watch.cancel()
+
+    async def _watch_readiness(self) -> None:
+        """Ready while the worker group stands, nothing drains, and work makes progress."""
+        while True:
+            loop = self.loop
+            ready = (
+                loop is not None
+                and self.workers.stands
+                and not loop.draining
+                and loop.silence_s < self.settings.ready_silence_s
+            )
+            if ready != self._ready:
+                self._ready = ready
+                await self.server.set_ready(ready)
+                _log.info("ready" if ready else "not ready", missing=self.workers.missing or None)
+            await asyncio.sleep(_LOOK_S)
+
+    async def drain(self) -> None:
+        """Lets live requests finish for the time that the settings give them, and stops serving."""
+        await self.server.set_ready(False)
+        if self.loop is not None:
+            self.loop.drain()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.loop.sessions.idle.wait(), self.settings.drain_s)
+            _log.info("drained", left=self.loop.sessions.live)
+
+    async def close(self) -> None:
+        """Ends the streams and frees the addresses."""
+        await self.server.stop(0.2)
+        await self.workers.close()
+
+
+def _version() -> str:
+    try:
+        return metadata.version("triptych")
+    except metadata.PackageNotFoundError:
+        return "unreleased"
+
+
+async def serve(settings: EngineSettings) -> int:
+    """Runs an engine until a signal asks it to end."""
+    engine = Engine(settings)
+    scrape = Scrape(engine.registry, settings.metrics_host, settings.metrics_port)
+    running = asyncio.create_task(engine.run())
+    asked = asyncio.create_task(wait_for_signal())
+    try:
+        await asyncio.wait((running, asked), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+        _log.info("draining", limit_s=settings.drain_s)
+        await engine.drain()
+    finally:
+        running.cancel()
+        asked.cancel()
+        await asyncio.gather(running, asked, return_exceptions=True)
+        await engine.close()
+        scrape.close()
+    return 0
+
+
+async def main(argv: Sequence[str]) -> int:
+    """`python -m services.engine`; the exit status."""
+    try:
+        settings = EngineSettings.load(argv, "triptych engine")
+    except SettingsError as error:
+        print(f"triptych engine: {error}", file=sys.stderr)
+        return 2
+    logs.configure("engine", settings.name, settings.log_level, settings.log_style)
+    tune_interpreter()
+    return await serve(settings)
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main(sys.argv[1:])))

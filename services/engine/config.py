@@ -1,0 +1,46 @@
+"""Every knob of the engine, each with its one definition."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from services.common.settings import Settings, knob
+
+
+class EngineSettings(Settings):
+    """The engine: owns every request's state and the schedule, and drives one worker group."""
+
+    section: ClassVar[str] = "engine"
+
+    name: str = knob("engine", "stable name of this process in logs and metrics")
+    listen: str = knob("127.0.0.1:50052", "address for gateways: host:port or unix:/path")
+    worker: str = knob("127.0.0.1:50053", "address of the worker: host:port or unix:/path")
+    served_model_name: str | None = knob(None, "name that clients ask for; by default the model file's own name")
+
+    max_num_batched_tokens: int = knob(512, "tokens that one step computes at most", ge=1)
+    max_num_seqs: int = knob(64, "requests that run at once", ge=1, le=4096)
+    max_model_len: int | None = knob(None, "longest prompt plus output, in tokens; by default the model's own", ge=1)
+    max_n: int = knob(16, "choices of one request at most", ge=1, le=1024)
+
+    block_size: int = knob(16, "tokens in one KV block", ge=1, le=1024)
+    kv_cache_bytes: int | None = knob(None, "memory for KV blocks; by default what the worker's settings leave", ge=1)
+    num_blocks: int | None = knob(None, "KV blocks, where a smaller pool than fits is wanted", ge=1)
+    enable_prefix_caching: bool = knob(True, "requests with equal beginnings share KV blocks")
+    output_reserve_blocks: int = knob(1, "KV blocks kept free per running request when one is admitted", ge=0)
+
+    max_waiting_requests: int = knob(1024, "requests that may wait; more are refused", ge=1)
+    max_waiting_tokens: int = knob(1_000_000, "prompt tokens that may wait; more are refused", ge=1)
+
+    steps_in_flight: int = knob(2, "steps sent to the worker before the first result is awaited", ge=1, le=2)
+    step_timeout_s: float = knob(120.0, "a step without a result for this long means that the worker is lost", gt=0)
+    ready_silence_s: float = knob(10.0, "not ready once work has made no progress for this long", gt=0)
+    lease_s: float = knob(10.0, "a worker that hears nothing for this long frees its KV cache", ge=0.3)
+
+    heartbeat_s: float = knob(1.0, "time between frames to a gateway when no step gives it any", gt=0)
+    gateway_grace_s: float = knob(10.0, "requests of a gateway that is gone are ended after this time", ge=0)
+    drain_s: float = knob(30.0, "time that live requests get to finish at the first SIGTERM", ge=0)
+
+    metrics_host: str = knob("127.0.0.1", "address of the Prometheus endpoint")
+    metrics_port: int = knob(9101, "port of the Prometheus endpoint; 0 takes any free one", ge=0, le=65535)
+    log_level: Literal["debug", "info", "warning", "error"] = knob("info", "least urgent events that are logged")
+    log_style: Literal["json", "text"] = knob("json", "one JSON object per line, or short lines for a terminal")

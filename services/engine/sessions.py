@@ -1,0 +1,397 @@
+"""What each gateway has been told, and what it has yet to be told.
+
+A session is one gateway process. It keeps every live request's output, and a cursor per choice:
+
+        0       base                 sent                len
+        ├─────────┼────────────────────┼───────────────────┤   output tokens of one choice
+         gateway    told on this stream   to be told next
+         has them
+
+A stream that lags just finds more between `sent` and `len`: steps merge by themselves, and memory
+is bounded by the requests' own lengths. A gateway that attaches again gets `sent` set back to
+`base` for all that is still live, and drops by first_index what it had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from services.common.errors import InvalidArgument, NotFound, TriptychError
+from services.engine.events import FINISH_ERROR, FINISH_NONE, Event, Failed, Owner, PromptLogprobs, Started, Tokens
+from services.engine.plan import LogprobColumns, StepFailure
+from services.engine.request import RequestSpec
+
+FRAME_TOKENS = 32_768
+"""Tokens and log probability entries in one frame, about: a frame stays far below 1 MiB."""
+
+
+def empty_logprobs() -> LogprobColumns:
+    """Columns with nothing in them yet."""
+    return LogprobColumns(array("i"), array("i"), array("f"), array("i"))
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """What one choice has produced. Indexes count its output tokens."""
+
+    record: Record
+    index: int
+    base: int
+    tokens: array[int]  # from base on
+    logprobs: LogprobColumns | None  # one position per token
+    sent: int = 0
+    sent_entries: int = 0
+    finish: int = FINISH_NONE
+    failure: StepFailure | None = None
+    told: bool = False  # its terminal event has been handed to a stream
+
+    def rewind(self) -> None:
+        """Everything from base on is to be told again, the end included."""
+        self.sent = self.sent_entries = 0
+        self.told = False
+
+    def acknowledge(self, tokens: int) -> None:
+        """The gateway has this many; they are never told again."""
+        known = min(tokens, self.base + self.sent) - self.base
+        if known <= 0:
+            return
+        if self.logprobs is not None:
+            entries = sum(self.logprobs.counts[:known])
+            self.logprobs = LogprobColumns(
+                self.logprobs.counts[known:],
+                self.logprobs.token_ids[entries:],
+                self.logprobs.logprobs[entries:],
+                self.logprobs.ranks[entries:],
+            )
+            self.sent_entries -= entries
+        del self.tokens[:known]
+        self.base, self.sent = self.base + known, self.sent - known
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """One accepted request: what was asked, what came of it, and when."""
+
+    spec: RequestSpec
+    accepted_at: float
+    choices: list[Choice] = field(default_factory=list)
+    started: Started | None = None
+    started_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        """Every choice has its terminal event."""
+        return all(choice.finish != FINISH_NONE for choice in self.choices)
+
+    @property
+    def prefill_s(self) -> float | None:
+        """From the first step to the first token."""
+        if self.started_at is None or self.first_token_at is None:
+            return None
+        return self.first_token_at - self.started_at
+
+    @property
+    def decode_s(self) -> float | None:
+        """From the first token to the last."""
+        if self.first_token_at is None or self.last_token_at is None:
+            return None
+        return self.last_token_at - self.first_token_at
+
+    def stamp_token(self, now: float) -> None:
+        """A token came."""
+        if self.first_token_at is None:
+            self.first_token_at = now
+        self.last_token_at = now
+
+    @property
+    def output_tokens(self) -> int:
+        """Over all choices, those of a replay included."""
+        return sum(choice.base + len(choice.tokens) for choice in self.choices)
+
+
+def record_of(spec: RequestSpec, now: float) -> Record:
+    """The record of a request that was just accepted; what a replay brought is told already."""
+    record = Record(spec, now)
+    for index in range(spec.n):
+        replay = spec.replay[index] if spec.replay else None
+        choice = Choice(
+            record,
+            index,
+            base=len(replay.token_ids) if replay else 0,
+            tokens=array("i"),
+            logprobs=None if spec.logprobs is None else empty_logprobs(),
+        )
+        if replay is not None and replay.finish != FINISH_NONE:
+            choice.finish, choice.told = replay.finish, True
+        record.choices.append(choice)
+    return record
+
+
+@dataclass(slots=True)
+class Rows:
+    """The columns of StepOutputs; one element per choice that has something to tell."""
+
+    handles: array[int] = field(default_factory=lambda: array("I"))
+    choices: array[int] = field(default_factory=lambda: array("I"))
+    first_indexes: array[int] = field(default_factory=lambda: array("I"))
+    token_counts: array[int] = field(default_factory=lambda: array("I"))
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    finishes: bytearray = field(default_factory=bytearray)
+    logprobs: LogprobColumns | None = None
+
+    def take(self, choice: Choice, room: int) -> None:
+        """Moves up to `room` unsent tokens of the choice here, and its end if they were the last."""
+        start, stop = choice.sent, min(len(choice.tokens), choice.sent + room)
+        at_end = stop == len(choice.tokens) and choice.failure is None
+        finish = choice.finish if at_end else FINISH_NONE
+        if choice.logprobs is not None:
+            self._take_logprobs(choice, choice.logprobs, start, stop)
+        elif self.logprobs is not None:
+            self.logprobs.counts.extend([0] * (stop - start))
+        self.handles.append(choice.record.spec.owner.handle)
+        self.choices.append(choice.index)
+        self.first_indexes.append(choice.base + start)
+        self.token_counts.append(stop - start)
+        self.token_ids.extend(choice.tokens[start:stop])
+        self.finishes.append(finish)
+        choice.sent = stop
+        if finish != FINISH_NONE:
+            choice.told = True
+
+    def _take_logprobs(self, choice: Choice, source: LogprobColumns, start: int, stop: int) -> None:
+        if self.logprobs is None:
+            self.logprobs = empty_logprobs()
+            self.logprobs.counts.extend([0] * len(self.token_ids))
+        counts = source.counts[start:stop]
+        first, last = choice.sent_entries, choice.sent_entries + sum(counts)
+        self.logprobs.counts.extend(counts)
+        self.logprobs.token_ids.extend(source.token_ids[first:last])
+        self.logprobs.logprobs.extend(source.logprobs[first:last])
+        self.logprobs.ranks.extend(source.ranks[first:last])
+        choice.sent_entries = last
+
+    @property
+    def size(self) -> int:
+        """Tokens and log probability entries."""
+        return len(self.token_ids) + (len(self.logprobs.token_ids) if self.logprobs else 0)
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """What one frame, and the few single ones behind it, will tell a gateway."""
+
+    rows: Rows = field(default_factory=Rows)
+    started: list[Started] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+    rejected: list[tuple[int, TriptychError]] = field(default_factory=list)
+    draining: bool = False
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether there is anything for a StepOutputs."""
+        return bool(self.rows.handles or self.started or self.prompt_logprobs)
+
+
+class Session:
+    """One gateway process: its live requests, and what its stream has yet to tell it."""
+
+    def __init__(self, gateway: int, name: str, forgotten: Callable[[], None]) -> None:
+        self._forgotten = forgotten  # called when a request has been told to its end
+        self.gateway = gateway
+        self.name = name
+        self.records: dict[int, Record] = {}
+        self.wake = asyncio.Event()
+        self.stream = 0  # counts attachments; an older stream ends when it sees a newer number
+        self.attached = False
+        self.gone: asyncio.TimerHandle | None = None
+        self._dirty: dict[Choice, None] = {}
+        self._started: list[Started] = []
+        self._prompt_logprobs: list[PromptLogprobs] = []
+        self._rejected: list[tuple[int, TriptychError]] = []
+        self._draining = False
+
+    def attach(self) -> int:
+        """A new stream for the gateway, which is told again all that is live."""
+        self.stream += 1
+        self.attached = True
+        if self.gone is not None:
+            self.gone.cancel()
+            self.gone = None
+        self._dirty.clear()
+        self._rejected.clear()
+        self._started = [record.started for record in self.records.values() if record.started]
+        self._prompt_logprobs = [chunk for record in self.records.values() for chunk in record.prompt_logprobs]
+        for record in self.records.values():
+            for choice in record.choices:
+                choice.rewind()
+                if choice.tokens or choice.finish != FINISH_NONE:
+                    self._dirty[choice] = None
+        self.wake.set()
+        return self.stream
+
+    def detach(self, stream: int) -> bool:
+        """The stream ended; True if it was the gateway's newest."""
+        if stream == self.stream:
+            self.attached = False
+        return stream == self.stream
+
+    def find(self, handle: int) -> Record:
+        """The live request with that handle."""
+        record = self.records.get(handle)
+        if record is None:
+            raise NotFound(f"no live request has handle {handle}", field="handle")
+        return record
+
+    def accept(self, record: Record) -> None:
+        """A request that the core has accepted."""
+        self.records[record.spec.owner.handle] = record
+
+    def check_free(self, handle: int) -> None:
+        """Refuses a handle that names a live request."""
+        if handle in self.records:
+            raise InvalidArgument(f"handle {handle} is in use on this stream", field="handle", reason="HANDLE_IN_USE")
+
+    def reject(self, handle: int, error: TriptychError) -> None:
+        """A request was refused; nothing of it is here."""
+        self._rejected.append((handle, error))
+        self.wake.set()
+
+    def drain(self) -> None:
+        """The gateway is told that nothing new is taken."""
+        self._draining = True
+        self.wake.set()
+
+    def tell(self, event: Event, record: Record) -> Sequence[Choice]:
+        """Notes an event of one of the session's requests for its stream; the choices that it ends."""
+        self.wake.set()
+        if isinstance(event, Tokens):
+            choice = record.choices[event.choice]
+            choice.tokens.extend(event.token_ids)
+            if choice.logprobs is not None:
+                _append_logprobs(choice.logprobs, event)
+            self._dirty[choice] = None
+            if event.finish != FINISH_NONE:
+                choice.finish = event.finish
+                return (choice,)
+        elif isinstance(event, Started):
+            record.started = event
+            self._started.append(event)
+        elif isinstance(event, PromptLogprobs):
+            record.prompt_logprobs.append(event)
+            self._prompt_logprobs.append(event)
+        else:
+            return self._fail(event, record)
+        return ()
+
+    def _fail(self, event: Failed, record: Record) -> Sequence[Choice]:
+        named = record.choices if event.choice is None else [record.choices[event.choice]]
+        failed = [choice for choice in named if choice.finish == FINISH_NONE]
+        for choice in failed:
+            choice.finish, choice.failure = FINISH_ERROR, event.failure
+            self._dirty[choice] = None
+        return failed
+
+    def take(self) -> Outgoing:
+        """What to tell next. More may be left; then `wake` stays set."""
+        out = Outgoing(
+            started=self._started,
+            prompt_logprobs=self._prompt_logprobs,
+            rejected=self._rejected,
+            draining=self._draining,
+        )
+        self._started, self._prompt_logprobs, self._rejected, self._draining = [], [], [], False
+        while self._dirty and out.rows.size < FRAME_TOKENS:
+            choice = next(iter(self._dirty))
+            out.rows.take(choice, FRAME_TOKENS - len(out.rows.token_ids))
+            if choice.sent < len(choice.tokens):
+                break
+            del self._dirty[choice]
+            if choice.failure is not None:
+                choice.told = True
+                out.failed.append(Failed(choice.record.spec.owner, choice.index, choice.failure))
+            if choice.told:
+                self._forget_if_told(choice.record)
+        if not self._dirty:
+            self.wake.clear()
+        return out
+
+    def _forget_if_told(self, record: Record) -> None:
+        if all(choice.told for choice in record.choices):
+            self.records.pop(record.spec.owner.handle, None)
+            self._forgotten()
+
+
+def _append_logprobs(columns: LogprobColumns, event: Tokens) -> None:
+    if event.logprobs is None:
+        columns.counts.extend([0] * len(event.token_ids))
+        return
+    columns.counts.extend(event.logprobs.counts)
+    columns.token_ids.extend(event.logprobs.token_ids)
+    columns.logprobs.extend(event.logprobs.logprobs)
+    columns.ranks.extend(event.logprobs.ranks)
+
+
+class Sessions:
+    """All gateways that have a stream or live requests."""
+
+    def __init__(self) -> None:
+        self._by_gateway: dict[int, Session] = {}
+        self.idle = asyncio.Event()  # no request is live; looked at whenever one is forgotten
+        self.look()
+
+    def look(self) -> None:
+        """Sets or clears `idle`."""
+        if self.live:
+            self.idle.clear()
+        else:
+            self.idle.set()
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._by_gateway.values()))
+
+    @property
+    def live(self) -> int:
+        """Accepted requests whose end has not been handed to a stream yet."""
+        return sum(len(session.records) for session in self._by_gateway.values())
+
+    def unfinished(self) -> list[Record]:
+        """Accepted requests without their terminal event."""
+        return [
+            record
+            for session in self._by_gateway.values()
+            for record in session.records.values()
+            if not record.finished
+        ]
+
+    def open(self, gateway: int, name: str) -> Session:
+        """The session of a gateway process, made if it is new."""
+        if gateway not in self._by_gateway:
+            self._by_gateway[gateway] = Session(gateway, name, self.look)
+        return self._by_gateway[gateway]
+
+    def close(self, session: Session) -> None:
+        """Forgets a gateway and all that it has not been told."""
+        if self._by_gateway.get(session.gateway) is session:
+            del self._by_gateway[session.gateway]
+            self.look()
+
+    def find(self, owner: Owner) -> tuple[Session, Record] | None:
+        """The request of an event, or None where nobody is left to be told."""
+        session = self._by_gateway.get(owner.gateway)
+        record = session.records.get(owner.handle) if session else None
+        return (session, record) if session and record else None
+
+    def by_token(self, token: bytes) -> Record | None:
+        """The request of that token, whichever gateway has it."""
+        for session in self._by_gateway.values():
+            for record in session.records.values():
+                if record.spec.token == token:
+                    return record
+        return None

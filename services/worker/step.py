@@ -6,7 +6,7 @@ computes unless said otherwise. A Runner turns one into the other: the torch one
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -54,6 +54,8 @@ class NewRow:
     sampling: SamplingParams
     request_id: str
     traceparent: str | None
+    fault: str | None = None
+    """Why the request cannot be served: its row fails, alone, whenever it computes."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -180,9 +182,5 @@ class Runner(Protocol):
         """Runs one step. An exception fails the step as a whole."""
 
 
-@dataclass(slots=True)
 class StepFailed(Exception):
     """A step that failed as a whole, and why."""
-
-    message: str
-    rows: list[int] = field(default_factory=list)

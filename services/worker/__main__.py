@@ -1,0 +1,115 @@
+"""Wires the worker and runs it until it is asked to end: `python -m services.worker --help`."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from prometheus_client import CollectorRegistry
+
+from protos import common_pb2, worker_pb2_grpc
+from services.common import logs
+from services.common.errors import TriptychError
+from services.common.metrics import Scrape
+from services.common.server import Server, tune_interpreter, wait_for_signal
+from services.common.settings import SettingsError
+from services.worker.config import WorkerSettings
+from services.worker.memory import available_bytes
+from services.worker.metrics import WorkerMetrics
+from services.worker.service import CONTRACT_VERSION, WorkerService
+from services.worker.step import Runner
+
+_SERVICE = "triptych.v1.WorkerService"
+_log = logs.Log("worker")
+
+
+def build_runner(settings: WorkerSettings) -> Runner:
+    """The runner that the settings ask for; only the real one imports torch."""
+    if settings.simulated:
+        from services.worker.simulated import Cost, SimulatedRunner
+
+        cost = Cost(settings.simulated_step_us, settings.simulated_token_us, settings.simulated_row_us)
+        return SimulatedRunner(
+            settings.script, cost, settings.simulated_max_model_len, kv_cache_bytes=settings.kv_cache_bytes
+        )
+    if settings.script:
+        raise SettingsError("--script is for a simulated worker: add --simulated")
+    from services.worker.runner import TorchRunner
+
+    return TorchRunner(settings)
+
+
+def _peer(name: str) -> common_pb2.Peer:
+    try:
+        release = version("triptych")
+    except PackageNotFoundError:
+        release = "unpackaged"
+    return common_pb2.Peer(
+        role="worker",
+        name=name,
+        incarnation=secrets.randbits(63) | 1,
+        contract_min=CONTRACT_VERSION,
+        contract_max=CONTRACT_VERSION,
+        version=release,
+    )
+
+
+async def _preload(service: WorkerService, settings: WorkerSettings) -> None:
+    """Loads the configured model before any engine asks, so that their start-ups overlap."""
+    try:
+        await service.load(settings.model, None)
+    except TriptychError as error:
+        _log.error("cannot load the model", model=settings.model, error=error.message)
+
+
+async def _show_readiness(service: WorkerService, server: Server, stall_s: float) -> None:
+    """Ready is: a model is loaded and no step is stuck. Says what is missing whenever that changes."""
+    shown: tuple[bool, str] | None = None
+    while True:
+        stuck = service.silence_s > stall_s
+        state = (service.loaded and not stuck, f"progress: no step for {stall_s:g} s" if stuck else service.missing)
+        if state != shown:
+            ready, missing = shown = state
+            await server.set_ready(ready)
+            _log.info("ready" if ready else "not ready", missing=missing or None)
+        await asyncio.sleep(0.1)
+
+
+async def main(argv: Sequence[str]) -> int:
+    """Runs a worker with these arguments; returns the exit status."""
+    try:
+        settings = WorkerSettings.load(argv, "triptych worker")
+        runner = build_runner(settings)
+    except SettingsError as error:
+        print(f"triptych worker: {error}", file=sys.stderr)
+        return 2
+    logs.configure("worker", settings.name, settings.log_level, settings.log_style)
+    tune_interpreter()
+    registry = CollectorRegistry()
+    scrape = Scrape(registry, settings.metrics_host, settings.metrics_port)
+    memory_bytes = 0 if settings.simulated else available_bytes()
+    metrics = WorkerMetrics(registry, settings.name)
+    service = WorkerService(runner, metrics, _peer(settings.name), settings.model, memory_bytes)
+    server = Server([settings.listen])
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, server.grpc)
+    await server.start(_SERVICE)
+    _log.info("listening", address=settings.listen, device=runner.device, metrics_port=scrape.port)
+    tasks: list[asyncio.Task[None]] = []
+    if settings.model or settings.simulated:
+        tasks.append(asyncio.create_task(_preload(service, settings)))
+    tasks.append(asyncio.create_task(_show_readiness(service, server, settings.stall_s)))
+    await wait_for_signal()
+    _log.info("ending", drain_s=settings.drain_s)
+    for task in tasks:
+        task.cancel()
+    await service.close()
+    await server.stop(settings.drain_s)
+    scrape.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main(sys.argv[1:])))

@@ -1,0 +1,41 @@
+"""The worker's settings, one definition per knob."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from services.common.settings import Settings, knob
+
+
+class WorkerSettings(Settings):
+    """The model's process: weights, KV cache and kernels of one device."""
+
+    section: ClassVar[str] = "worker"
+
+    name: str = knob("worker", "name of this process in logs and metrics")
+    log_level: Literal["debug", "info", "warning", "error"] = knob("info", "least severe level that is logged")
+    log_style: Literal["json", "text"] = knob("json", "one JSON object or one short line per event")
+    metrics_host: str = knob("127.0.0.1", "address that /metrics listens on")
+    metrics_port: int = knob(9102, "port of /metrics; 0 takes any free one", ge=0, le=65535)
+    drain_s: float = knob(5.0, "seconds that live calls get to finish when the process is asked to end", ge=0)
+    listen: str = knob("127.0.0.1:50053", "address that the engine connects to: host:port or unix:/path")
+
+    model: str = knob("", "folder or GGUF file of the model; empty waits for the engine to name one")
+    device: Literal["cpu"] = knob("cpu", "where the model runs")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = knob(
+        "auto", "type to compute in; auto is float32 on cpu"
+    )
+    threads: int = knob(0, "threads that one step uses; 0 takes every core", ge=0)
+    ops: Literal["auto", "reference"] = knob("auto", "kernels: the fastest of the device, or the plain torch ones")
+    deterministic: bool = knob(False, "equal tokens whatever runs beside a request, for some speed")
+    kv_cache_bytes: int | None = knob(None, "bytes of the KV cache; unset takes kv_cache_fraction", gt=0)
+    kv_cache_fraction: float = knob(0.25, "part of the memory left by weights and step that KV gets", gt=0, le=0.95)
+    logits_rows: int = knob(256, "most positions whose logits exist at once, for prompt log probabilities", ge=1)
+    stall_s: float = knob(30.0, "seconds without a completed step, while one is pending, that end readiness", gt=0)
+
+    simulated: bool = knob(False, "answer without a model and without torch")
+    script: str = knob("", "JSON file with the answers of a simulated worker; empty answers at random")
+    simulated_step_us: float = knob(2000.0, "simulated time of a step, in microseconds", ge=0)
+    simulated_token_us: float = knob(20.0, "simulated time of a step per token computed, in microseconds", ge=0)
+    simulated_row_us: float = knob(50.0, "simulated time of a step per row, in microseconds", ge=0)
+    simulated_max_model_len: int = knob(8192, "context of the simulated model where its config names none", ge=1)

@@ -1,0 +1,72 @@
+"""The memory sum: what weights, the largest step and the KV cache take, and whether it works out."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+from services.common.errors import FailedPrecondition
+from services.worker.step import CacheShape, MemoryPlan
+
+
+def plan_memory(
+    shape: CacheShape, bytes_per_token: int, *, weight_bytes: int, step_bytes: int, kv_cache_bytes: int
+) -> MemoryPlan:
+    """How many blocks `kv_cache_bytes` hold. Raises FailedPrecondition where one request cannot fit."""
+    bytes_per_block = bytes_per_token * shape.block_size
+    num_blocks = max(0, kv_cache_bytes) // bytes_per_block
+    needed = -(-shape.max_model_len // shape.block_size)
+    summary = (
+        f"weights {human(weight_bytes)} + largest step {human(step_bytes)} + KV cache {human(kv_cache_bytes)}"
+        f" = {human(weight_bytes + step_bytes + kv_cache_bytes)}; the cache holds {num_blocks} blocks of"
+        f" {shape.block_size} tokens, {human(bytes_per_block)} each: {num_blocks * shape.block_size} tokens"
+    )
+    if num_blocks < 1:
+        raise FailedPrecondition(
+            f"not even one KV block fits: {summary}. Raise --kv-cache-bytes or --kv-cache-fraction,"
+            f" or lower the engine's --max-num-batched-tokens",
+            field="kv_cache_bytes",
+        )
+    if num_blocks < needed:
+        raise FailedPrecondition(
+            f"a request of max_model_len = {shape.max_model_len} tokens needs {needed} blocks: {summary}."
+            f" Lower the engine's --max-model-len to {num_blocks * shape.block_size} or raise --kv-cache-bytes",
+            field="max_model_len",
+        )
+    return MemoryPlan(weight_bytes, step_bytes, num_blocks * bytes_per_block, bytes_per_block, num_blocks, summary)
+
+
+def human(size: int) -> str:
+    """Bytes as a person reads them: 1.50 GiB."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"
+
+
+def available_bytes() -> int:
+    """Memory that this process may still take: what the machine has free, within its control group."""
+    free = _meminfo("MemAvailable")
+    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
+    return free if limit is None or used is None else max(0, min(free, limit - used))
+
+
+def resident_bytes() -> int:
+    """Memory that the process holds now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def _meminfo(name: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise FailedPrecondition(f"/proc/meminfo has no {name}")
+
+
+def _cgroup(name: str) -> int | None:
+    path = Path("/sys/fs/cgroup") / name
+    text = path.read_text().strip() if path.exists() else "max"
+    return None if text == "max" else int(text)

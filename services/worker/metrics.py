@@ -1,0 +1,75 @@
+"""The worker's Prometheus metrics: vLLM's names where it has one, `triptych:worker_…` for the rest."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from services.common.metrics import STEP_TOKENS_BUCKETS, TOKEN_TIME_BUCKETS
+
+_LABELS = ("model_name", "worker")
+
+
+class WorkerMetrics:
+    """What one worker process counts. It does not know who scrapes."""
+
+    def __init__(self, registry: CollectorRegistry, worker: str) -> None:
+        self._worker = worker
+        self._step_tokens = Histogram(
+            "vllm:iteration_tokens_total",
+            "Tokens computed by a step.",
+            _LABELS,
+            buckets=STEP_TOKENS_BUCKETS,
+            registry=registry,
+        )
+        self._step_seconds = Histogram(
+            "triptych:worker_step_seconds",
+            "Time from taking a step to its result.",
+            _LABELS,
+            buckets=TOKEN_TIME_BUCKETS,
+            registry=registry,
+        )
+        self._steps = Counter(
+            "triptych:worker_steps", "Steps by how they went.", (*_LABELS, "status"), registry=registry
+        )
+        self._sampled = Counter("triptych:worker_sampled_tokens", "Tokens sampled.", _LABELS, registry=registry)
+        self._bad_rows = Counter(
+            "triptych:worker_failed_rows",
+            "Rows that gave no token, by reason.",
+            (*_LABELS, "reason"),
+            registry=registry,
+        )
+        self._rows = Gauge("triptych:worker_rows", "Rows that hold a request.", _LABELS, registry=registry)
+        self._memory = Gauge(
+            "triptych:worker_memory_bytes", "Memory by part: weights, step, kv.", (*_LABELS, "part"), registry=registry
+        )
+        self.serve("")
+
+    def serve(self, model_name: str) -> None:
+        """From now on the metrics are those of this model."""
+        labels = (model_name, self._worker)
+        self._labels = labels
+        self._tokens_of_step = self._step_tokens.labels(*labels)
+        self._seconds_of_step = self._step_seconds.labels(*labels)
+        self._sampled_tokens = self._sampled.labels(*labels)
+        self._held_rows = self._rows.labels(*labels)
+
+    def step_done(self, tokens: int, seconds: float, sampled: int, rows: int) -> None:
+        """A step ran; `rows` hold a request after it."""
+        self._steps.labels(*self._labels, "ok").inc()
+        self._tokens_of_step.observe(tokens)
+        self._seconds_of_step.observe(seconds)
+        self._sampled_tokens.inc(sampled)
+        self._held_rows.set(rows)
+
+    def step_lost(self, status: str) -> None:
+        """A step was "failed" or "skipped"."""
+        self._steps.labels(*self._labels, status).inc()
+
+    def row_failed(self, reason: str) -> None:
+        """A row gave no token: "not_finite" or "failed"."""
+        self._bad_rows.labels(*self._labels, reason).inc()
+
+    def memory(self, weights: int, step: int, kv: int) -> None:
+        """The memory plan in bytes."""
+        for part, size in (("weights", weights), ("step", step), ("kv", kv)):
+            self._memory.labels(*self._labels, part).set(size)

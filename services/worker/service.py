@@ -1,0 +1,360 @@
+"""WorkerService over gRPC: the lease, the lifecycle of the model, and the stream of steps.
+
+frames ── this loop ──▶ step thread: decode → run → encode ──▶ this loop ──▶ results, in order
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import grpc.aio
+
+from protos import common_pb2, worker_pb2, worker_pb2_grpc
+from services.common.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    Fenced,
+    InvalidArgument,
+    NotFound,
+    TriptychError,
+    Unavailable,
+    Unimplemented,
+)
+from services.common.logs import Log
+from services.worker import wire
+from services.worker.lease import Lease
+from services.worker.metrics import WorkerMetrics
+from services.worker.step import CacheShape, LoadedModel, MemoryPlan, Runner
+from services.worker.stepper import Stepper, StepThread
+
+CONTRACT_VERSION = 1
+_log = Log("worker.service")
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One Execute stream: its answers in order, and the error that ends it early."""
+
+    incarnation: int
+    lease_s: float
+    last_frame: float
+    answers: asyncio.Queue[asyncio.Future[worker_pb2.StepResult] | None] = field(default_factory=asyncio.Queue)
+    ended: asyncio.Future[TriptychError] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    closed: bool = False  # read on the step thread: what is still queued is not run
+
+    def end(self, error: TriptychError) -> None:
+        """Ends the stream with this status, without waiting for a step that may be stuck."""
+        self.closed = True
+        if not self.ended.done():
+            self.ended.set_result(error)
+            self.answers.put_nowait(None)
+
+
+class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc]
+    """One worker rank. The runner is touched on the step thread only."""
+
+    def __init__(
+        self, runner: Runner, metrics: WorkerMetrics, peer: common_pb2.Peer, model_path: str, memory_bytes: int
+    ) -> None:
+        self._runner = runner
+        self._metrics = metrics
+        self._peer = peer
+        self._model_path = model_path
+        self._memory_bytes = memory_bytes
+        self._thread = StepThread()
+        self._stepper = Stepper(runner, metrics)
+        self._lease = Lease()
+        self._loading: tuple[tuple[str, str | None], asyncio.Future[LoadedModel]] | None = None
+        self._model: LoadedModel | None = None
+        self._created_s = 0
+        self._plan: tuple[tuple[CacheShape, int | None], MemoryPlan] | None = None
+        self._shape: CacheShape | None = None
+        self._stream: _Stream | None = None
+
+    # What __main__ asks for.
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the last completed step while one is pending."""
+        return self._stepper.silence_s
+
+    @property
+    def loaded(self) -> bool:
+        """Whether a model is loaded."""
+        return self._model is not None
+
+    @property
+    def missing(self) -> str:
+        """What is missing before a step can run, for a person. Empty means nothing."""
+        if self._model is None:
+            if self._loading is not None:
+                failed = _failure(self._loading[1])
+                state = f"failed to load: {failed}" if failed else "is being loaded"
+                return f"the model {self._loading[0][0]!r} {state}"
+            return "a model: none is set here and no engine has named one"
+        if self._shape is None:
+            return "the KV cache: no engine has asked for it"
+        return ""
+
+    async def load(self, model_path: str, dtype: str | None) -> LoadedModel:
+        """Loads a model once; the same again waits for the first, or answers at once."""
+        key = (model_path, dtype)
+        if self._loading is None or self._loading[0] != key or _failure(self._loading[1]):
+            if self._shape is not None:
+                raise FailedPrecondition("a model is loaded and has a KV cache: restart the worker to change it")
+            _log.info("loading", model=model_path, dtype=dtype)
+            self._loading = (key, self._thread.run(partial(self._runner.load, model_path, dtype)))
+        begun = time.monotonic()
+        model = await asyncio.shield(self._loading[1])
+        if self._model is not model:
+            self._model = model
+            self._created_s = int(time.time())
+            self._metrics.serve(model.architecture)
+            _log.info(
+                "loaded",
+                model=model_path,
+                architecture=model.architecture,
+                dtype=model.dtype,
+                weight_bytes=model.weight_bytes,
+                seconds=round(time.monotonic() - begun, 3),
+            )
+        return model
+
+    async def close(self) -> None:
+        """Ends the stream, and the thread once its step is done."""
+        if self._stream is not None:
+            self._stream.end(Unavailable("the worker is ending"))
+        self._thread.close()
+
+    # The contract.
+
+    async def Hello(
+        self, request: worker_pb2.WorkerServiceHelloRequest, context: _Context
+    ) -> worker_pb2.WorkerServiceHelloResponse:
+        """Who the worker is and what it holds."""
+        return worker_pb2.WorkerServiceHelloResponse(
+            worker=self._peer,
+            device=self._runner.device,
+            memory_bytes=self._memory_bytes,
+            ranks=1,
+            model=wire.model_info(self._model, self._created_s) if self._model else None,
+            leased_to=self._lease.holder,
+            model_path=self._model_path,
+        )
+
+    async def Load(self, request: worker_pb2.LoadRequest, context: _Context) -> worker_pb2.LoadResponse:
+        """Takes the lease for the asking engine and loads."""
+        if request.HasField("quantization"):
+            raise Unimplemented("quantization on load is not supported by this worker", field="quantization")
+        if request.tensor_size > 1 or request.pipeline_size > 1 or request.HasField("rendezvous"):
+            raise Unimplemented("more than one rank is not supported by this worker", field="tensor_size")
+        self._take(_incarnation(request.engine))
+        model_path = request.model_path if request.HasField("model_path") else self._model_path
+        model = await self.load(model_path, request.dtype if request.HasField("dtype") else None)
+        return wire.load_response(model, self._created_s)
+
+    async def PlanMemory(
+        self, request: worker_pb2.PlanMemoryRequest, context: _Context
+    ) -> worker_pb2.PlanMemoryResponse:
+        """Measures the largest step; the same again answers from memory."""
+        self._lease.check(request.engine_incarnation)
+        self._loaded()
+        shape = wire.decode_shape(request)
+        kv_cache_bytes = request.kv_cache_bytes if request.HasField("kv_cache_bytes") else None
+        key = (shape, kv_cache_bytes)
+        if self._plan is None or self._plan[0] != key:
+            plan = await self._thread.run(partial(self._runner.plan_memory, shape, kv_cache_bytes))
+            self._plan = (key, plan)
+            self._metrics.memory(plan.weight_bytes, plan.step_bytes, plan.kv_cache_bytes)
+            _log.info("memory planned", summary=plan.summary)
+        return wire.plan_response(self._plan[1])
+
+    async def InitCache(self, request: worker_pb2.InitCacheRequest, context: _Context) -> worker_pb2.InitCacheResponse:
+        """Allocates the KV cache; the same shape again keeps it."""
+        self._lease.check(request.engine_incarnation)
+        model = self._loaded()
+        shape = wire.decode_shape(request)
+        if shape.max_model_len > model.max_model_len:
+            raise InvalidArgument(
+                f"max_model_len {shape.max_model_len} is above the model's {model.max_model_len}", field="max_model_len"
+            )
+        if shape != self._shape:
+            self._shape = None
+            await self._thread.run(partial(self._runner.init_cache, shape))
+            self._shape = shape
+        return worker_pb2.InitCacheResponse()
+
+    async def GetTextFiles(
+        self, request: worker_pb2.WorkerServiceGetTextFilesRequest, context: _Context
+    ) -> AsyncIterator[worker_pb2.WorkerServiceGetTextFilesResponse]:
+        """The text files asked for, in pieces."""
+        files = self._loaded().text_files
+        for name in request.names:
+            if name not in files:
+                raise NotFound(f"the model has no text file {name!r}; it has {', '.join(files)}", field="names")
+        wanted = {name: content for name, content in files.items() if not request.names or name in request.names}
+        for chunk in wire.text_file_chunks(wanted):
+            yield chunk
+
+    async def Health(
+        self, request: worker_pb2.WorkerServiceHealthRequest, context: _Context
+    ) -> worker_pb2.WorkerServiceHealthResponse:
+        """Progress."""
+        return worker_pb2.WorkerServiceHealthResponse(
+            silence_ms=int(self._stepper.silence_s * 1000), steps=self._stepper.steps, missing=self.missing
+        )
+
+    async def Profile(self, request: worker_pb2.WorkerServiceProfileRequest, context: _Context) -> None:
+        """Refused by name."""
+        raise Unimplemented("Profile is not supported by this worker")
+
+    async def Sleep(self, request: worker_pb2.WorkerServiceSleepRequest, context: _Context) -> None:
+        """Refused by name."""
+        raise Unimplemented("Sleep is not supported by this worker")
+
+    async def WakeUp(self, request: worker_pb2.WorkerServiceWakeUpRequest, context: _Context) -> None:
+        """Refused by name."""
+        raise Unimplemented("WakeUp is not supported by this worker")
+
+    async def Execute(
+        self, requests: AsyncIterator[worker_pb2.ExecuteRequest], context: _Context
+    ) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+        """The steps of one engine, until it hangs up, goes silent or is fenced."""
+        stream = await self._open(requests)
+        reader = asyncio.create_task(self._read(stream, requests))
+        watch = asyncio.create_task(_watch(stream))
+        try:
+            yield worker_pb2.ExecuteResponse(opened=worker_pb2.ExecuteOpened(worker=self._peer))
+            while (answer := await stream.answers.get()) is not None:
+                await asyncio.wait((answer, stream.ended), return_when=asyncio.FIRST_COMPLETED)
+                if stream.ended.done():
+                    break
+                yield worker_pb2.ExecuteResponse(result=answer.result())
+            if stream.ended.done():
+                raise stream.ended.result()
+        finally:
+            stream.closed = True
+            reader.cancel()
+            watch.cancel()
+            self._close(stream)
+
+    # The stream.
+
+    async def _open(self, requests: AsyncIterator[worker_pb2.ExecuteRequest]) -> _Stream:
+        first = await anext(aiter(requests), None)
+        if first is None or first.WhichOneof("frame") != "open":
+            raise InvalidArgument("the first frame must be `open`", field="frame")
+        if not first.open.lease_ms:
+            raise InvalidArgument("open.lease_ms must be at least 1", field="lease_ms")
+        incarnation = _incarnation(first.open.engine)
+        if self._shape is None:
+            raise FailedPrecondition(f"not ready to execute; missing: {self.missing}")
+        self._take(incarnation)
+        if self._stream is not None:
+            self._stream.end(Fenced("another stream took this worker"))
+        stream = _Stream(incarnation, first.open.lease_ms / 1000, time.monotonic())
+        self._stream = stream
+        await self._thread.run(self._stepper.reset)
+        stream.last_frame = time.monotonic()
+        _log.info("stream opened", engine=first.open.engine.name, incarnation=incarnation)
+        return stream
+
+    def _close(self, stream: _Stream) -> None:
+        """Frees the rows of a stream that has ended, unless another one has begun; weights stay."""
+        if self._stream is not stream:
+            return
+        self._stream = None
+        self._lease.release(stream.incarnation)
+        _ignore_result(self._thread.run(self._stepper.reset))
+        _log.info("stream closed", incarnation=stream.incarnation)
+
+    async def _read(self, stream: _Stream, requests: AsyncIterator[worker_pb2.ExecuteRequest]) -> None:
+        """Hands each step to the step thread; its answer takes its place in the line at once."""
+        last_step = -1
+        async for request in requests:
+            stream.last_frame = time.monotonic()
+            kind = request.WhichOneof("frame")
+            if kind == "heartbeat":
+                continue
+            if kind != "step":
+                stream.end(_bad_frame(kind))
+                return
+            if request.step.step_id <= last_step:
+                message = f"step_id {request.step.step_id} does not come after {last_step}"
+                stream.end(InvalidArgument(message, field="step_id"))
+                return
+            last_step = request.step.step_id
+            self._stepper.expect()
+            stream.answers.put_nowait(self._thread.run(partial(self._answer, stream, request.step)))
+        stream.answers.put_nowait(None)
+
+    def _answer(self, stream: _Stream, step: worker_pb2.Step) -> worker_pb2.StepResult:
+        """One step, on the step thread."""
+        begun = time.monotonic_ns()
+        try:
+            if stream.closed or self._shape is None or self._model is None or self._stepper.skips(step.resync):
+                return wire.encode_skipped(step.step_id)
+            bounds = wire.Bounds(self._shape, len(self._model.kv_groups), self._model.vocab_size)
+            output = self._stepper.run_step(wire.decode_step(step, bounds))
+            return wire.encode_result(output, (time.monotonic_ns() - begun) // 1000)
+        except Exception as error:
+            return wire.encode_failed(step.step_id, self._stepper.fail(error, step.step_id))
+        finally:
+            self._stepper.expected_done()
+
+    # Shared checks.
+
+    def _take(self, incarnation: int) -> None:
+        """Gives the lease to an engine; the stream of another one ends."""
+        if self._lease.take(incarnation) and self._stream is not None:
+            self._stream.end(Fenced(f"incarnation {self._stream.incarnation} is fenced: a newer engine came"))
+
+    def _loaded(self) -> LoadedModel:
+        if self._model is None:
+            raise FailedPrecondition(f"no model is loaded; missing: {self.missing}")
+        return self._model
+
+
+async def _watch(stream: _Stream) -> None:
+    """Ends the stream once no frame has come for the time of its lease."""
+    while True:
+        left = stream.last_frame + stream.lease_s - time.monotonic()
+        if left <= 0:
+            break
+        await asyncio.sleep(left)
+    stream.end(DeadlineExceeded(f"no frame for {stream.lease_s:g} s: the lease has ended"))
+
+
+def _bad_frame(kind: str | None) -> TriptychError:
+    if kind == "masks":
+        return Unimplemented("grammar masks are not supported by this worker", field="masks")
+    return InvalidArgument(f"unexpected frame {kind!r}", field="frame")
+
+
+def _incarnation(engine: common_pb2.Peer) -> int:
+    """The engine's incarnation, after checking that both speak a common contract."""
+    if not engine.incarnation:
+        raise InvalidArgument("engine.incarnation must not be 0", field="engine")
+    if not engine.contract_min <= CONTRACT_VERSION <= engine.contract_max:
+        raise FailedPrecondition(
+            f"this worker speaks contract {CONTRACT_VERSION}, the engine"
+            f" {engine.contract_min} to {engine.contract_max}",
+            field="engine",
+        )
+    return int(engine.incarnation)
+
+
+def _failure(future: asyncio.Future[LoadedModel]) -> BaseException | None:
+    """What the future failed with, if it has."""
+    return future.exception() if future.done() and not future.cancelled() else None
+
+
+def _ignore_result(future: asyncio.Future[None]) -> None:
+    """Nobody waits for it; a failure is logged where it happened."""
+    future.add_done_callback(lambda done: None if done.cancelled() else done.exception())

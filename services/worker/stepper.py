@@ -1,0 +1,211 @@
+"""The one thread that touches the runner, and what surrounds a step on it: failed state, faulty rows,
+progress, one log line per request. It knows no protobuf and no torch.
+
+    OK ── a step raises ──▶ FAILED ── every step ──▶ SKIPPED ── a step flagged resync ──▶ OK
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import numpy as np
+
+from services.common.errors import TriptychError, internal
+from services.common.logs import Log
+from services.common.tracing import trace_id
+from services.worker.metrics import WorkerMetrics
+from services.worker.step import (
+    ROW_FAILED,
+    ROW_NOT_FINITE,
+    NewRow,
+    RowResult,
+    Runner,
+    StepFailed,
+    StepInput,
+    StepOutput,
+)
+
+_T = TypeVar("_T")
+_log = Log("worker.step")
+
+
+class StepThread:
+    """A daemon thread that runs functions in order; a stuck one does not keep the process from ending."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="step", daemon=True)
+        self._thread.start()
+
+    def run(self, function: Callable[[], _T]) -> asyncio.Future[_T]:
+        """Runs `function` behind all that was asked before; the future belongs to the running loop."""
+        future: Future[_T] = Future()
+        self._queue.put((future, function))
+        return asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """Ends the thread once it has run what it was given."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            future, function = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+
+@dataclass(slots=True)
+class _Held:
+    """What the log says of a request when its row is freed."""
+
+    request: NewRow
+    since: float
+    computed: int = 0
+    sampled: int = 0
+
+
+class Stepper:
+    """Runs steps on a runner, one after another. `run_step` and `reset` belong on the step thread."""
+
+    def __init__(self, runner: Runner, metrics: WorkerMetrics) -> None:
+        self.steps = 0
+        self._runner = runner
+        self._metrics = metrics
+        self._failed = False
+        self._held: dict[int, _Held] = {}
+        self._pending = 0
+        self._progress = 0.0
+
+    def expect(self) -> None:
+        """A step has been received: from now on silence counts."""
+        if not self._pending:
+            self._progress = time.monotonic()
+        self._pending += 1
+
+    def expected_done(self) -> None:
+        """A received step has its answer, or never will."""
+        self._pending -= 1
+        self._progress = time.monotonic()
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the last completed step while one is pending."""
+        return time.monotonic() - self._progress if self._pending else 0.0
+
+    def reset(self) -> None:
+        """Empties all rows: another stream begins, or the engine is gone."""
+        for row in list(self._held):
+            self._free(row)
+        self._failed = False
+        self._runner.reset()
+
+    def skips(self, resync: bool) -> bool:
+        """Whether a step is to be answered SKIPPED; one flagged resync clears the failed state."""
+        if resync:
+            self._failed = False
+        if self._failed:
+            self._metrics.step_lost("skipped")
+        return self._failed
+
+    def fail(self, error: BaseException, step_id: int) -> TriptychError:
+        """Enters the failed state; the answer names the error, or an id that stands in the log."""
+        self._failed = True
+        self._metrics.step_lost("failed")
+        if isinstance(error, TriptychError):
+            known = error
+        else:
+            known = internal(str(error) if isinstance(error, StepFailed) else f"{type(error).__name__} in the step")
+        _log.error("step failed", exc_info=error, step_id=step_id, error_id=known.error_id)
+        return known
+
+    def run_step(self, step: StepInput) -> StepOutput:
+        """Runs a step and accounts for it. Whatever it raises fails the step as a whole."""
+        begun = time.monotonic()
+        for row in step.freed_rows.tolist():
+            self._free(row)
+        for new in step.new_rows:
+            self._free(new.row)
+            self._held[new.row] = _Held(new, begun)
+        sound, faulty = self._split(step)
+        output = self._runner.execute(sound)
+        output = replace(output, results=(*output.results, *faulty))
+        self.steps += 1
+        self._account(step, output, time.monotonic() - begun)
+        return output
+
+    def _split(self, step: StepInput) -> tuple[StepInput, list[RowResult]]:
+        """The step without the rows whose request has a fault, and the results of those."""
+        faulty = [index for index, row in enumerate(step.rows.tolist()) if self._fault(row)]
+        new_rows = tuple(new for new in step.new_rows if new.fault is None)
+        if not faulty:
+            return (step if len(new_rows) == len(step.new_rows) else replace(step, new_rows=new_rows)), []
+        keep = np.ones(len(step.rows), bool)
+        keep[faulty] = False
+        groups = len(step.block_counts) // len(step.rows)
+        keep_counts = np.repeat(keep, groups)
+        sound = replace(
+            step,
+            new_rows=new_rows,
+            rows=step.rows[keep],
+            num_tokens=step.num_tokens[keep],
+            num_computed=step.num_computed[keep],
+            flags=step.flags[keep],
+            first_writable=step.first_writable[keep],
+            block_counts=step.block_counts[keep_counts],
+            block_ids=step.block_ids[np.repeat(keep_counts, step.block_counts)],
+        )
+        rows = (int(step.rows[index]) for index in faulty)
+        return sound, [RowResult(row, self._held[row].request.epoch, ROW_FAILED) for row in rows]
+
+    def _fault(self, row: int) -> str | None:
+        held = self._held.get(row)
+        return held.request.fault if held else None
+
+    def _account(self, step: StepInput, output: StepOutput, seconds: float) -> None:
+        for row, tokens in zip(step.rows.tolist(), step.num_tokens.tolist(), strict=True):
+            if row in self._held:
+                self._held[row].computed += tokens
+        sampled = 0
+        for result in output.results:
+            sampled += len(result.token_ids)
+            if result.row in self._held:
+                self._held[result.row].sampled += len(result.token_ids)
+            if result.status in (ROW_NOT_FINITE, ROW_FAILED):
+                reason = "not_finite" if result.status == ROW_NOT_FINITE else "failed"
+                self._metrics.row_failed(reason)
+                held = self._held.get(result.row)
+                _log.warning(
+                    "row failed",
+                    row=result.row,
+                    reason=reason,
+                    request_id=held.request.request_id if held else None,
+                    fault=self._fault(result.row),
+                )
+        self._metrics.step_done(int(step.num_tokens.sum()), seconds, sampled, len(self._held))
+
+    def _free(self, row: int) -> None:
+        held = self._held.pop(row, None)
+        if held is None:
+            return
+        _log.info(
+            "row freed",
+            request_id=held.request.request_id,
+            trace_id=trace_id(held.request.traceparent),
+            row=row,
+            epoch=held.request.epoch,
+            prompt_tokens=held.request.prompt_len,
+            computed_tokens=held.computed,
+            sampled_tokens=held.sampled,
+            seconds=round(time.monotonic() - held.since, 6),
+        )

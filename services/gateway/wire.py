@@ -1,21 +1,32 @@
-"""The engine's protobuf messages to plain data, and back. Columns are checked before they are read.
+"""Protobuf messages to plain data, and back. Columns are checked before they are read.
 
-Past this door and the client's (`service`, `rest`) nobody in the gateway sees a protobuf message.
+Past this door nobody in the gateway sees a protobuf message, but for `service` and `rest`, which answer with them.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from protos import common_pb2, engine_pb2
+from protos import common_pb2, engine_pb2, gateway_pb2
 from services.common.errors import TriptychError, from_code_number
-from services.gateway.request import FinishReason, GenerateSpec, Position, SamplingParams, TokenLogprob
+from services.gateway.request import (
+    Finish,
+    FinishReason,
+    GenerateSpec,
+    Position,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
+from services.gateway.vocabulary import Vocabulary
 
 CONTRACT_VERSION = 1
+LOGPROB_FLOOR = -9999.0
 _FINISH = tuple(FinishReason)
 
 
@@ -268,3 +279,59 @@ def abort_token(token: bytes) -> engine_pb2.AttachRequest:
     """The end of a request of any gateway."""
     reason = engine_pb2.AbortRows(token=token, reason=int(FinishReason.ABORT))  # type: ignore[arg-type]
     return engine_pb2.AttachRequest(abort=reason)
+
+
+def finite(logprob: float) -> float:
+    """The value, or for what no number says (a token that could not be sampled) the floor that OpenAI shows."""
+    return logprob if math.isfinite(logprob) and logprob > LOGPROB_FLOOR else LOGPROB_FLOOR
+
+
+def token_logprobs(vocabulary: Vocabulary, positions: Iterable[Position]) -> list[gateway_pb2.TokenLogprobs]:
+    """Log probabilities as clients get them: with the bytes of each token, and finite."""
+
+    def entry(item: TokenLogprob) -> gateway_pb2.TokenLogprob:
+        return gateway_pb2.TokenLogprob(
+            token_id=item.token_id,
+            logprob=finite(item.logprob),
+            rank=item.rank,
+            bytes=vocabulary.token_bytes(item.token_id),
+        )
+
+    return [
+        gateway_pb2.TokenLogprobs(token=entry(place[0]), top=[entry(item) for item in place[1:]])
+        if place
+        else gateway_pb2.TokenLogprobs()
+        for place in positions
+    ]
+
+
+def finish(end: Finish) -> gateway_pb2.Finish:
+    """How a choice ended."""
+    return gateway_pb2.Finish(
+        reason=int(end.reason),  # type: ignore[arg-type]
+        stop_string=end.stop_string,
+        stop_token_id=end.stop_token_id,
+    )
+
+
+def usage(counts: Usage) -> gateway_pb2.Usage:
+    """Token counts of a request."""
+    return gateway_pb2.Usage(
+        prompt_tokens=counts.prompt_tokens,
+        completion_tokens=counts.completion_tokens,
+        cached_tokens=counts.cached_tokens,
+    )
+
+
+def model_info(info: EngineInfo) -> common_pb2.ModelInfo:
+    """A model as clients see it; max_model_len is the effective context."""
+    return common_pb2.ModelInfo(
+        name=info.name,
+        architecture=info.architecture,
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        fingerprint=info.fingerprint,
+        dtype=info.dtype,
+        capabilities=info.capabilities,
+        created_s=info.created_s,
+    )

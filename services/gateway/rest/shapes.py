@@ -1,0 +1,156 @@
+"""Pieces of OpenAI's answers as plain JSON values. Every number in them is finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from services.gateway.detokenize import new_detokenizer
+from services.gateway.request import Delta, Finish, FinishReason, Position, TokenLogprob, Usage
+from services.gateway.vocabulary import Vocabulary
+from services.gateway.wire import finite
+
+Json = dict[str, Any]
+_FINISH: Final = {
+    FinishReason.EOS: "stop",
+    FinishReason.STOP_ID: "stop",
+    FinishReason.STOP_STRING: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "abort",
+    FinishReason.ERROR: "error",
+    FinishReason.TOOL_CALLS: "tool_calls",
+}
+
+
+def finish_reason(finish: Finish | None) -> str | None:
+    """OpenAI's word for why a choice ended."""
+    return None if finish is None else _FINISH[finish.reason]
+
+
+def stop_reason(finish: Finish | None) -> str | int | None:
+    """The stop string or stop id that ended a choice."""
+    if finish is None:
+        return None
+    return finish.stop_string if finish.stop_string is not None else finish.stop_token_id
+
+
+def usage(counts: Usage) -> Json:
+    """Token counts."""
+    return {
+        "prompt_tokens": counts.prompt_tokens,
+        "completion_tokens": counts.completion_tokens,
+        "total_tokens": counts.prompt_tokens + counts.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
+    }
+
+
+def token_text(vocabulary: Vocabulary, token_id: int) -> str:
+    r"""The text of a token; its bytes spelled \xf0\x9f where they are no whole text."""
+    data = vocabulary.token_bytes(token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class ChatLogprobs:
+    """The `logprobs` of chat choices. `skip_special`: special tokens have no text, so no bytes."""
+
+    def __init__(self, vocabulary: Vocabulary, top: int, skip_special: bool) -> None:
+        self._vocabulary = vocabulary
+        self._top = top
+        self._silent = vocabulary.special_ids if skip_special else frozenset()
+
+    def of(self, positions: Sequence[Position]) -> Json:
+        """One entry per token."""
+        return {"content": [self._entry(position) for position in positions if position]}
+
+    def _entry(self, position: Position) -> Json:
+        top = position[1 : 1 + self._top]
+        return {**self._token(position[0]), "top_logprobs": [self._token(candidate) for candidate in top]}
+
+    def _token(self, candidate: TokenLogprob) -> Json:
+        token_id = candidate.token_id
+        data = None if token_id in self._silent else list(self._vocabulary.token_bytes(token_id))
+        return {
+            "token": token_text(self._vocabulary, token_id),
+            "logprob": finite(candidate.logprob),
+            "bytes": data,
+        }
+
+
+class CompletionLogprobs:
+    """The `logprobs` of one completion choice over its deltas; offsets count all text, the echo too."""
+
+    def __init__(self, vocabulary: Vocabulary, top: int) -> None:
+        self._vocabulary = vocabulary
+        self._top = top
+        self._offset = 0
+
+    def of(self, delta: Delta, echoed: Sequence[int] = (), echoed_positions: Sequence[Position] = ()) -> Json:
+        """The entries of a delta; of the prompt's tokens before it where it echoes them."""
+        entries = _Columns()
+        start = self._offset
+        for token_id, text, position in zip(echoed, self._texts(echoed), echoed_positions, strict=False):
+            self._add(entries, token_id, text, position)
+        self._offset = start + len(delta.text) - sum(len(text) for text in delta.texts)
+        for token_id, text, position in zip(delta.token_ids, delta.texts, delta.logprobs, strict=False):
+            self._add(entries, token_id, text, position)
+        self._offset = start + len(delta.text)
+        return entries.json(self._top)
+
+    def _texts(self, ids: Sequence[int]) -> list[str]:
+        if not ids:
+            return []
+        detokenizer = new_detokenizer(self._vocabulary, skip_special_tokens=False)
+        texts = [text for token_id in ids for text in detokenizer.push(token_id)]
+        rest, _ = detokenizer.finish()
+        return [*texts, *rest]
+
+    def _add(self, entries: _Columns, token_id: int, text: str, position: Position) -> None:
+        entries.tokens.append(self._name(token_id))
+        entries.offsets.append(self._offset)
+        self._offset += len(text)
+        if not position:  # the first token of a prompt follows nothing
+            entries.logprobs.append(None)
+            entries.top.append(None)
+            return
+        entries.logprobs.append(finite(position[0].logprob))
+        candidates = [*position[1 : 1 + self._top], position[0]]
+        entries.top.append({self._name(item.token_id): finite(item.logprob) for item in candidates})
+
+    def _name(self, token_id: int) -> str:
+        text = token_text(self._vocabulary, token_id)
+        return f"bytes:{text}" if text.startswith("\\x") else text
+
+
+class _Columns:
+    def __init__(self) -> None:
+        self.tokens: list[str] = []
+        self.logprobs: list[float | None] = []
+        self.top: list[dict[str, float] | None] = []
+        self.offsets: list[int] = []
+
+    def json(self, top: int) -> Json:
+        return {
+            "tokens": self.tokens,
+            "token_logprobs": self.logprobs,
+            "top_logprobs": self.top if top else [],
+            "text_offset": self.offsets,
+        }
+
+
+def prompt_logprobs(vocabulary: Vocabulary, positions: Sequence[Position]) -> list[Json | None]:
+    """Per prompt token the candidates by id; null for the first, which follows nothing."""
+    return [
+        {
+            str(candidate.token_id): {
+                "logprob": finite(candidate.logprob),
+                "rank": candidate.rank,
+                "decoded_token": token_text(vocabulary, candidate.token_id),
+            }
+            for candidate in position
+        }
+        or None
+        for position in positions
+    ]

@@ -1,0 +1,1 @@
+"""Tests of the local cluster, the package and what is deployed."""

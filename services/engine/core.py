@@ -7,11 +7,38 @@ Whoever drives it passes the time in and sends the events on.
 
 from __future__ import annotations
 
+import heapq
+from array import array
+from collections import deque
 from dataclasses import dataclass
 
-from services.engine.events import Event, Owner
-from services.engine.plan import StepOutcome, StepPlan
-from services.engine.request import RequestSpec
+from services.common.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, TriptychError
+from services.engine import intake
+from services.engine.events import (
+    FINISH_ABORT,
+    FINISH_ERROR,
+    FINISH_NONE,
+    Event,
+    Failed,
+    Owner,
+    PromptLogprobs,
+    Started,
+    StepFailure,
+    Tokens,
+)
+from services.engine.kv.manager import KvCache
+from services.engine.outcome import LogprobCuts, not_yet_told
+from services.engine.plan import ROW_DROPPED, ROW_NOT_FINITE, ROW_OK, STEP_FAILED, STEP_OK, Entry, StepOutcome, StepPlan
+from services.engine.policies import FirstCome, Policy
+from services.engine.prompt_logprobs import PromptLogprobsFlag
+from services.engine.report import Counters, Explanation, Load
+from services.engine.request import Family, Request, RequestSpec, make_family
+from services.engine.resources import Resource
+from services.engine.scheduler import Scheduler
+
+__all__ = ["CoreConfig", "Counters", "EngineCore", "Explanation", "Load"]
+
+_RETRY_AFTER_MS = 1000
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,113 +58,340 @@ class CoreConfig:
     steps_in_flight: int = 2
 
 
-@dataclass(slots=True, frozen=True)
-class Load:
-    """How busy the core is. `waiting` counts choices, as the queue limits do."""
-
-    running: int
-    waiting: int
-    waiting_tokens: int
-    running_tokens: int
-    free_blocks: int
-    total_blocks: int
-
-
-@dataclass(slots=True, frozen=True)
-class Explanation:
-    """Where a request is and why, over all its choices."""
-
-    state: str  # "waiting" or "running"
-    reason: str
-    position: int | None  # choices before it in the line; None when it does not wait
-    prompt_tokens: int
-    computed_tokens: int
-    output_tokens: int
-    preemptions: int
-    tenant: str
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start; they only grow."""
-
-    preemptions: int = 0
-    prefix_queries: int = 0  # tokens; the re-run of a preempted choice counts in neither
-    prefix_hits: int = 0  # tokens
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-
-
 class EngineCore:
     """The one object that knows every request. All calls come from one thread."""
 
-    def __init__(self, config: CoreConfig) -> None:
+    def __init__(self, config: CoreConfig, policy: Policy | None = None) -> None:
         self.config = config
         self.counters = Counters()
+        self.kv = KvCache(
+            config.num_blocks,
+            config.block_size,
+            reserve_blocks=config.output_reserve_blocks,
+            prefix_caching=config.enable_prefix_caching,
+            counters=self.counters,
+        )
+        self._resources: tuple[Resource, ...] = (self.kv, PromptLogprobsFlag())
+        self.scheduler = Scheduler(
+            policy or FirstCome(),
+            self._resources,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            counters=self.counters,
+        )
+        self._in_flight: deque[StepPlan] = deque()
+        self._next_step = 1
+        self._resync = False
+        self._arrivals = 0
+        self._gateways: dict[int, dict[int, Family]] = {}
+        self._tokens: dict[bytes, Family] = {}
+        self._deadlines: list[tuple[float, int, Family]] = []  # a heap; may hold some that have ended
 
     @property
     def context_len(self) -> int:
         """Longest prompt plus output of one choice: min(model length, KV capacity)."""
-        raise NotImplementedError
+        return min(self.config.max_model_len, self.kv.capacity)
+
+    # Taking in
 
     def submit(self, spec: RequestSpec, now: float) -> list[Event]:
         """Takes a request in, or raises a TriptychError and keeps nothing of it.
 
         The list is empty but for a replay of which a choice turns out to be complete.
         """
-        raise NotImplementedError
+        intake.check(spec, self.context_len, self.config.vocab_size)
+        if self._find(spec.owner) is not None:
+            raise InvalidArgument(f"handle {spec.owner.handle} is in use", field="handle")
+        if spec.token in self._tokens:
+            raise InvalidArgument("the token is in use", field="token")
+        if not spec.replay:
+            self._check_limits(spec)
+        family = make_family(spec, self.context_len, now, self._arrivals)
+        self._arrivals += spec.n
+        self._gateways.setdefault(spec.owner.gateway, {})[spec.owner.handle] = family
+        self._tokens[spec.token] = family
+        if spec.deadline_s is not None:
+            heapq.heappush(self._deadlines, (now + spec.deadline_s, family.choices[0].arrival, family))
+        events: list[Event] = []
+        for request in list(family.live):
+            finish = request.finish_after_last() if spec.replay and request.num_outputs else FINISH_NONE
+            if finish:
+                request.finish = finish
+                events.append(Tokens(spec.owner, request.choice, request.num_outputs, array("i"), finish))
+                continue
+            self.scheduler.waiting.park(request)
+        self._follow_up(family)
+        return events
 
-    def abort(
-        self, owner: Owner, choice: int | None, reason: int, kept_tokens: int | None, now: float
-    ) -> list[Event]:
+    def _check_limits(self, spec: RequestSpec) -> None:
+        """Both limits are exact: n choices count n times."""
+        tokens = spec.n * len(spec.prompt)
+        for noun, new, there, limit in (
+            ("choices", spec.n, self.scheduler.num_waiting, self.config.max_waiting_requests),
+            ("prompt tokens", tokens, self.scheduler.waiting_tokens, self.config.max_waiting_tokens),
+        ):
+            if limit is None or there + new <= limit:
+                continue
+            message = f"{there} {noun} wait already; with {new} more they would exceed the limit of {limit}"
+            if new > limit:
+                raise InvalidArgument(f"{new} {noun} are more than the {limit} that may wait", field="prompt")
+            raise ResourceExhausted(message, reason="QUEUE_FULL", retry_after_ms=_RETRY_AFTER_MS)
+
+    # Ending
+
+    def abort(self, owner: Owner, choice: int | None, reason: int, kept_tokens: int | None, now: float) -> list[Event]:
         """Ends a request or one choice of it; whoever is unknown or has ended is passed over."""
-        raise NotImplementedError
+        family = self._find(owner)
+        if family is None:
+            return []
+        ended = [request for request in family.live if choice is None or request.choice == choice]
+        for request in ended:
+            self._end(request, reason)
+        return [Tokens(owner, request.choice, request.num_outputs, array("i"), reason) for request in ended]
 
     def abort_gateway(self, gateway: int, now: float) -> None:
         """Ends every request of a gateway that is gone; nobody is left to be told."""
-        raise NotImplementedError
+        for family in list(self._gateways.get(gateway, {}).values()):
+            for request in list(family.live):
+                self._end(request, FINISH_ABORT)
 
     def expire(self, now: float) -> list[Event]:
         """Ends the requests whose deadline passed before they ran. To be called before `schedule`."""
-        raise NotImplementedError
+        events: list[Event] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, family = heapq.heappop(self._deadlines)
+            live = list(family.live)
+            if not live or family.admitted is not None:
+                continue
+            for request in live:
+                self._end(request, FINISH_ERROR)
+            late = StepFailure(DeadlineExceeded("").code_number, "the deadline passed while the request waited")
+            events.append(Failed(family.spec.owner, None, late))
+        return events
+
+    def _end(self, request: Request, finish: int) -> None:
+        """The one way out: nothing of the request stays in the schedule."""
+        request.finish = finish
+        self.scheduler.remove(request)
+        self._follow_up(request.family)
+
+    def _follow_up(self, family: Family) -> None:
+        """Lets those choices into the line that need not wait for another's prompt; forgets a family that ended."""
+        leader = family.leader
+        if leader is None:
+            owner = family.spec.owner
+            self._tokens.pop(family.spec.token, None)
+            handles = self._gateways.get(owner.gateway, {})
+            handles.pop(owner.handle, None)
+            if not handles:
+                self._gateways.pop(owner.gateway, None)
+            return
+        waiting = self.scheduler.waiting
+        for request in family.live if family.prompt_applied else (leader,):
+            if waiting.parked(request):
+                waiting.add(request)
+
+    # Stepping
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step; None when nothing can run or as many steps are in flight as may be.
 
         After None with nothing in flight only a new submit can change that.
         """
-        raise NotImplementedError
+        if len(self._in_flight) >= self.config.steps_in_flight:
+            return None
+        plan = StepPlan(self._next_step, self._resync)
+        self.scheduler.schedule(plan, now)
+        if plan.empty:
+            return None
+        self._next_step += 1
+        self._resync = False
+        self._in_flight.append(plan)
+        return plan
 
     def apply(self, outcome: StepOutcome, now: float) -> list[Event]:
         """Takes a step's outcome, in the order of the plans; one of an unknown step changes nothing."""
-        raise NotImplementedError
+        if not self._in_flight or self._in_flight[0].step_id != outcome.step_id:
+            return []
+        plan = self._in_flight.popleft()
+        if outcome.status != STEP_OK:
+            return self._step_failed(plan, outcome)
+        events: list[Event] = []
+        self._tell_prompt_logprobs(outcome, events)
+        epochs, counts, answers = outcome.epochs, outcome.token_counts, len(outcome.epochs)
+        cuts = LogprobCuts(outcome.logprobs) if outcome.logprobs is not None else None
+        index = position = 0  # of the next row answered, and of its first token
+        for entry in plan.entries:
+            request, epoch = entry.request, entry.epoch
+            answered = index < answers and epochs[index] == epoch
+            count = counts[index] if answered else 0
+            if request.epoch == epoch:
+                status = outcome.row_status[index] if answered else ROW_OK
+                if status != ROW_OK or (entry.samples and count == 0):
+                    self._row_failed(request, status, events)
+                else:
+                    self._settle(request, entry, events)
+                    if count:
+                        ids = outcome.token_ids[position : position + count]
+                        self._accept(request, ids, cuts, position, events)
+            if answered:
+                index += 1
+                position += count
+        return events
+
+    def _settle(self, request: Request, entry: Entry, events: list[Event]) -> None:
+        """The step's KV is there."""
+        for resource in self.scheduler.carried[request]:
+            resource.applied(request, entry.end)
+        family = request.family
+        if not family.announced and family.admitted is not None:
+            family.announced = True
+            events.append(Started(family.spec.owner, family.cached_tokens, family.admitted - family.arrived))
+        if not family.prompt_applied and entry.end >= request.prompt_len:
+            family.prompt_applied = True
+            self.counters.prompt_tokens += request.prompt_len
+            self._follow_up(family)
+
+    def _accept(
+        self, request: Request, ids: array[int], cuts: LogprobCuts | None, position: int, events: list[Event]
+    ) -> None:
+        """Takes sampled tokens up to the one that ends the choice."""
+        first_index = request.num_outputs
+        finish = FINISH_NONE
+        for kept, token in enumerate(ids, 1):
+            request.tokens.append(token)
+            finish = request.finish_after_last()
+            if finish:
+                ids = ids[:kept]
+                break
+        request.in_flight -= 1
+        self.counters.generated_tokens += len(ids)
+        logprobs = None
+        if cuts is not None and request.family.spec.logprobs is not None:
+            logprobs = cuts.cut(position, position + len(ids))
+        events.append(Tokens(request.family.spec.owner, request.choice, first_index, ids, finish, logprobs))
+        if finish:
+            self._end(request, finish)
+        elif request.suspect:
+            request.suspect = False
+            self.scheduler.requeue(request)
+
+    def _tell_prompt_logprobs(self, outcome: StepOutcome, events: list[Event]) -> None:
+        for chunk in outcome.prompt_logprobs:
+            request = self.scheduler.rows[chunk.row]
+            if request is None or request.epoch != chunk.epoch:
+                continue
+            family = request.family
+            part = not_yet_told(chunk, family.prompt_logprobs_sent)
+            if part is not None:
+                first, columns = part
+                family.prompt_logprobs_sent = first + len(columns.counts)
+                events.append(PromptLogprobs(family.spec.owner, first, columns))
+
+    # Failing
+
+    def _row_failed(self, request: Request, status: int, events: list[Event]) -> None:
+        if status == ROW_DROPPED:
+            self.scheduler.requeue(request)
+        elif status == ROW_NOT_FINITE:
+            self._fail(request, "the model gave a number that is not finite", events)
+        else:
+            self._fail(request, "the worker gave no result for the request", events)
+
+    def _step_failed(self, plan: StepPlan, outcome: StepOutcome) -> list[Event]:
+        """Undoes the step. Who ran alone in a failed one is guilty; of several each will run alone."""
+        events: list[Event] = []
+        live = [entry.request for entry in plan.entries if entry.request.epoch == entry.epoch]
+        if outcome.status == STEP_FAILED:
+            if len(plan.entries) == 1:
+                request = plan.entries[0].request
+                if request.finish == FINISH_NONE:
+                    self._fail(request, outcome.failure or "the worker failed the request", events)
+            else:
+                for request in live:
+                    request.suspect = True
+        elif not live:
+            return events
+        self.scheduler.requeue_all()
+        self._resync = True
+        return events
+
+    def _fail(self, request: Request, failure: StepFailure | str, events: list[Event]) -> None:
+        spec = request.family.spec
+        if isinstance(failure, str):
+            error_id = f"{spec.token.hex()[:12]}-{request.choice}"
+            failure = StepFailure(TriptychError("").code_number, f"{failure} (error id {error_id})", error_id)
+        self._end(request, FINISH_ERROR)
+        events.append(Failed(spec.owner, request.choice, failure))
 
     def worker_lost(self, now: float) -> None:
         """Forgets all steps in flight and all KV; everything that ran waits to be sent as new."""
-        raise NotImplementedError
+        self._in_flight.clear()
+        self.scheduler.worker_lost()
+        for resource in self._resources:
+            resource.reset()
+        self._resync = True
 
     def reset_prefix_cache(self, preempt: bool, now: float) -> int:
-        """Forgets cached prefixes; the count of blocks that left the index."""
-        raise NotImplementedError
+        """Forgets the cached prefixes that no request holds; the count of blocks that left the index."""
+        if preempt:
+            for request in reversed(self.scheduler.running.copy()):
+                self.scheduler.requeue(request)
+        return self.kv.pool.forget_free()
+
+    # Looking in
 
     @property
     def steps_in_flight(self) -> int:
         """Plans whose outcome has not been applied."""
-        raise NotImplementedError
+        return len(self._in_flight)
 
     @property
     def has_work(self) -> bool:
         """A request is waiting or running."""
-        raise NotImplementedError
+        return bool(self._tokens)
 
     def load(self) -> Load:
         """How busy the core is."""
-        raise NotImplementedError
+        return Load(
+            running=len(self.scheduler.running),
+            waiting=self.scheduler.num_waiting,
+            waiting_tokens=self.scheduler.waiting_tokens,
+            running_tokens=sum([request.num_computed for request in self.scheduler.running]),
+            free_blocks=self.kv.pool.num_free,
+            total_blocks=self.kv.pool.num_blocks,
+        )
 
     def explain(self, token: bytes) -> Explanation | None:
         """Where the request with this token is, and why; None when it is unknown."""
-        raise NotImplementedError
+        family = self._tokens.get(token)
+        if family is None:
+            return None
+        live = list(family.live)
+        running = [request for request in live if request.row is not None]
+        first = running[0] if running else live[0]
+        return Explanation(
+            state="running" if running else "waiting",
+            reason=self._reason(first),
+            position=self.scheduler.position(first),
+            prompt_tokens=len(family.spec.prompt),
+            computed_tokens=sum(request.num_computed for request in live),
+            output_tokens=sum(request.num_outputs for request in family.choices),
+            preemptions=sum(request.preemptions for request in family.choices),
+            tenant=family.spec.tenant,
+        )
+
+    def _reason(self, request: Request) -> str:
+        if request.row is not None:
+            return f"runs on row {request.row}"
+        before = self.scheduler.position(request)
+        if before:
+            return f"{before} choices stand before it in the line"
+        return self.scheduler.why(request) or "is next to run"
 
     def live_handles(self, gateway: int) -> list[int]:
         """Handles of a gateway's requests that have not ended."""
-        raise NotImplementedError
+        return list(self._gateways.get(gateway, {}))
+
+    def _find(self, owner: Owner) -> Family | None:
+        return self._gateways.get(owner.gateway, {}).get(owner.handle)

@@ -6,10 +6,27 @@ from array import array
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from services.engine.plan import LogprobColumns, StepFailure
-
 FINISH_NONE, FINISH_EOS, FINISH_STOP_ID, FINISH_STOP_STRING, FINISH_LENGTH, FINISH_ABORT, FINISH_ERROR = range(7)
 """FinishReason of the contract, number by number."""
+
+
+@dataclass(slots=True, frozen=True)
+class LogprobColumns:
+    """Logprobs of the contract: counts has one element per position, the others one per entry."""
+
+    counts: array[int]
+    token_ids: array[int]
+    logprobs: array[float]
+    ranks: array[int]
+
+
+@dataclass(slots=True, frozen=True)
+class StepFailure:
+    """Why a step or a request failed, as it will be told. `code` is google.rpc's number."""
+
+    code: int
+    message: str
+    error_id: str | None = None
 
 
 class Owner(NamedTuple):
@@ -53,7 +70,7 @@ class PromptLogprobs:
 
 @dataclass(slots=True, frozen=True)
 class Failed:
-    """The terminal event of a request, or of one choice of it, that failed."""
+    """The terminal event of one choice that failed; without a choice, of all that had not ended."""
 
     owner: Owner
     choice: int | None

@@ -8,10 +8,31 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from services.engine.request import Request  # type: ignore[attr-defined]
+from services.engine.events import LogprobColumns, StepFailure
+from services.engine.request import Request
+
+__all__ = [
+    "MASKED",
+    "POOLS",
+    "PROMPT_LOGPROBS",
+    "ROW_DROPPED",
+    "ROW_FAILED",
+    "ROW_NOT_FINITE",
+    "ROW_OK",
+    "SAMPLES",
+    "STEP_FAILED",
+    "STEP_OK",
+    "STEP_SKIPPED",
+    "Entry",
+    "LogprobColumns",
+    "NewRow",
+    "PromptLogprobsChunk",
+    "StepFailure",
+    "StepOutcome",
+    "StepPlan",
+]
 
 SAMPLES, PROMPT_LOGPROBS, POOLS, MASKED = 1, 2, 4, 8
 """Bits of StepPlan.flags."""
@@ -57,7 +78,7 @@ class StepPlan:
     num_tokens: array[int] = field(default_factory=_column)
     num_computed: array[int] = field(default_factory=_column)
     flags: bytearray = field(default_factory=bytearray)
-    first_writable: array[int] = field(default_factory=_column)
+    first_writable: array[int] = field(default_factory=_column)  # KV of positions below it is not written
     block_counts: array[int] = field(default_factory=_column)  # per row and KV group
     block_ids: array[int] = field(default_factory=_column)
     draft_counts: array[int] = field(default_factory=_column)
@@ -76,16 +97,6 @@ class StepPlan:
 
 
 @dataclass(slots=True, frozen=True)
-class LogprobColumns:
-    """Logprobs of the contract: counts has one element per position, the others one per entry."""
-
-    counts: array[int]
-    token_ids: array[int]
-    logprobs: array[float]
-    ranks: array[int]
-
-
-@dataclass(slots=True, frozen=True)
 class PromptLogprobsChunk:
     """Log probabilities of prompt positions from first_position on."""
 
@@ -93,15 +104,6 @@ class PromptLogprobsChunk:
     epoch: int
     first_position: int
     columns: LogprobColumns
-
-
-@dataclass(slots=True, frozen=True)
-class StepFailure:
-    """Why a step or a request failed, as it will be told."""
-
-    code: int
-    message: str
-    error_id: str | None = None
 
 
 ROW_OK, ROW_NOT_FINITE, ROW_DROPPED, ROW_FAILED = 0, 1, 2, 3

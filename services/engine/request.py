@@ -1,11 +1,25 @@
-"""A request: what was asked (RequestSpec, fixed) and where it stands (Request, one per choice)."""
+"""A request: what was asked (RequestSpec), what its choices share (Family), where each stands (Request).
+
+A request has no phase. It closes the gap between the tokens that are known and those computed:
+
+      prompt          outputs     in flight
+    |───────────────|───────────|──────────|
+    0           ▲ num_computed             ▲ known
+                └────────── gap ───────────┘
+"""
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from services.engine.events import FINISH_NONE, Owner
+from services.engine.events import FINISH_EOS, FINISH_LENGTH, FINISH_NONE, FINISH_STOP_ID, Owner
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @dataclass(slots=True, frozen=True)
@@ -40,3 +54,127 @@ class RequestSpec:
     gateway_state: bytes = b""
     replay: tuple[Replay, ...] = ()
     traceparent: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Family:
+    """What the choices of one request share."""
+
+    spec: RequestSpec
+    arrived: float
+    ends: dict[int, int]  # token id to the finish reason that it stands for
+    prompt_logprobs_sent: int  # prompt positions told; all of them when none were asked for
+    choices: list[Request] = field(default_factory=list)  # by index, ended ones included
+    admitted: float | None = None  # when a choice ran for the first time
+    cached_tokens: int = 0  # prompt tokens that this first run took from the prefix cache
+    announced: bool = False  # the gateway has been told that it started
+    prompt_applied: bool = False  # the prompt's KV is there, for the other choices to share
+
+    @property
+    def live(self) -> Iterator[Request]:
+        """Choices that have not ended."""
+        return (choice for choice in self.choices if choice.finish == FINISH_NONE)
+
+    @property
+    def leader(self) -> Request | None:
+        """The choice that computes the prompt: the first that has not ended."""
+        return next(self.live, None)
+
+    @property
+    def reads_prefix(self) -> bool:
+        """Prompt log probabilities exist only for tokens that are computed, so the cache waits for them."""
+        return self.prompt_logprobs_sent >= len(self.spec.prompt)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One choice of a request: a sequence of tokens of its own."""
+
+    # Who it is.
+    family: Family
+    choice: int
+    arrival: int  # counts up; also the place among equals
+    priority: int
+
+    # What was asked.
+    prompt_len: int
+    limit: int  # tokens, prompt included, at which it ends
+    stop_from: int  # tokens, prompt included, that must be exceeded before EOS and stop ids count
+
+    # Where it stands. In flight are tokens that planned steps will sample.
+    tokens: array[int]
+    num_computed: int = 0
+    in_flight: int = 0
+    row: int | None = None
+    epoch: int = 0  # 0 while it is on no row
+    finish: int = FINISH_NONE
+    runs: int = 0  # how often it was put on a row
+    preemptions: int = 0
+    overtaken: int = 0  # how many were admitted past it
+    suspect: bool = False  # was part of a failed step and has not run alone since
+
+    # Filled by the KV cache.
+    blocks: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)  # of full blocks; outlive a preemption
+    blocks_indexed: int = 0  # leading blocks that need no look at the prefix index
+    blocks_described: int = 0  # leading blocks that the worker knows
+    blocks_promised: int = 0  # that the known tokens will need beyond the ones held
+    first_writable: int = 0
+
+    @property
+    def gap(self) -> int:
+        """Tokens left to compute; none while those in flight may already reach the limit."""
+        known = len(self.tokens) + self.in_flight
+        return known - self.num_computed if known < self.limit else 0
+
+    @property
+    def num_outputs(self) -> int:
+        """Tokens produced."""
+        return len(self.tokens) - self.prompt_len
+
+    def finish_after_last(self) -> int:
+        """The finish reason that the last token brings about, or FINISH_NONE."""
+        if len(self.tokens) > self.stop_from:
+            reason = self.family.ends.get(self.tokens[-1], FINISH_NONE)
+            if reason:
+                return reason
+        return FINISH_LENGTH if len(self.tokens) >= self.limit else FINISH_NONE
+
+
+def make_family(spec: RequestSpec, context_len: int, arrived: float, arrival: int) -> Family:
+    """The choices of a checked spec, taking arrival numbers from `arrival` on.
+
+    max_tokens is cut to the context and min_tokens to that, so that every choice can end.
+    """
+    prompt_len = len(spec.prompt)
+    max_tokens = min(spec.max_tokens, context_len - prompt_len)
+    told = spec.prompt_logprobs is None or any(replay.token_ids for replay in spec.replay)
+    family = Family(
+        spec,
+        arrived,
+        dict.fromkeys(spec.stop_ids, FINISH_STOP_ID) | dict.fromkeys(spec.eos_ids, FINISH_EOS),
+        prompt_logprobs_sent=prompt_len if told else 0,
+    )
+    for index in range(spec.n):
+        replay = spec.replay[index] if spec.replay else None
+        family.choices.append(
+            Request(
+                family,
+                index,
+                arrival=arrival + index,
+                priority=spec.priority,
+                prompt_len=prompt_len,
+                limit=prompt_len + max_tokens,
+                stop_from=prompt_len + min(spec.min_tokens, max_tokens),
+                tokens=spec.prompt + replay.token_ids if replay else spec.prompt[:],
+                finish=replay.finish if replay else FINISH_NONE,
+            )
+        )
+    return family
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of one choice: the request's own for the first, else a hash of both."""
+    if choice == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(struct.pack("<QI", seed, choice)).digest()[:8], "little")

@@ -1,0 +1,36 @@
+"""What makes a request one that can be served: the checks before anything of it is kept."""
+
+from __future__ import annotations
+
+from array import array
+
+from services.common.errors import InvalidArgument
+from services.engine.request import RequestSpec
+
+
+def check(spec: RequestSpec, context_len: int, vocab_size: int) -> None:
+    """Refuses, naming the field, what could never run to its end."""
+    if spec.n < 1:
+        raise InvalidArgument(f"n is {spec.n}, but at least 1 choice must be asked for", field="n")
+    if spec.max_tokens < 1:
+        raise InvalidArgument(f"max_tokens is {spec.max_tokens}, but at least 1", field="max_tokens")
+    if spec.min_tokens < 0:
+        raise InvalidArgument(f"min_tokens is {spec.min_tokens}, but at least 0", field="min_tokens")
+    if not spec.prompt:
+        raise InvalidArgument("the prompt has no tokens", field="prompt")
+    if len(spec.prompt) >= context_len:
+        raise InvalidArgument(
+            f"the prompt has {len(spec.prompt)} tokens; the context holds {context_len}, output included",
+            field="prompt",
+        )
+    _check_ids(spec.prompt, vocab_size, "prompt")
+    if spec.replay and len(spec.replay) != spec.n:
+        raise InvalidArgument(f"{len(spec.replay)} choices are replayed, but n is {spec.n}", field="replay")
+    for replay in spec.replay:
+        _check_ids(replay.token_ids, vocab_size, "replay")
+
+
+def _check_ids(ids: array[int], vocab_size: int, field: str) -> None:
+    for extreme in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= extreme < vocab_size:
+            raise InvalidArgument(f"token id {extreme} is not in the vocabulary of {vocab_size}", field=field)

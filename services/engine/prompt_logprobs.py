@@ -1,0 +1,22 @@
+"""Prompt log probabilities: which rows compute them. Each position is told once per request."""
+
+from __future__ import annotations
+
+from services.engine.plan import PROMPT_LOGPROBS, StepPlan
+from services.engine.request import Request
+from services.engine.resources import Resource
+
+
+class PromptLogprobsFlag(Resource):
+    """Flags the rows of the choice that computes the prompt until every position has been told."""
+
+    def concerns(self, request: Request) -> bool:
+        """Only who asked and has not been told before."""
+        return not request.family.reads_prefix
+
+    def describe(self, request: Request, plan: StepPlan) -> None:
+        """After a preemption the prompt runs again; what is told already is flagged no more."""
+        family = request.family
+        end = request.num_computed + plan.num_tokens[-1]
+        if request.num_computed < request.prompt_len and family.prompt_logprobs_sent < min(end, request.prompt_len):
+            plan.flags[-1] |= PROMPT_LOGPROBS

@@ -1,0 +1,242 @@
+"""What runs in the next step. Pure: it decides, and knows no feature, no clock and no worker."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from bisect import insort
+from collections.abc import Sequence
+
+from services.engine.plan import SAMPLES, Entry, NewRow, StepPlan
+from services.engine.policies import Policy
+from services.engine.report import Counters
+from services.engine.request import Request, choice_seed
+from services.engine.resources import Resource
+from services.engine.waiting import WaitingLine
+
+LOOK_AHEAD = 4
+"""How many that cannot start yet may be passed over in one step."""
+MAX_OVERTAKES = 32
+"""How many may start before one that cannot; then the line waits for it."""
+
+
+class Scheduler:
+    """Rows, the running set and the waiting line."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        resources: Sequence[Resource],
+        *,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        counters: Counters,
+    ) -> None:
+        self._policy = policy
+        self._resources = resources
+        self._max_tokens = max_num_batched_tokens
+        self._max_running = max_num_seqs
+        self._counters = counters
+        self.running: list[Request] = []  # in the order of the policy
+        self.carried: dict[Request, tuple[Resource, ...]] = {}  # by those that run
+        self.waiting = WaitingLine(policy)
+        self.suspects = WaitingLine(policy)  # each runs alone before anything else runs
+        self.rows: list[Request | None] = [None] * max_num_seqs
+        self._free_rows = list(range(max_num_seqs))  # a heap
+        self._freed: set[int] = set()  # rows of which the worker does not know that they are free
+        self._rows_used = 0  # rows from here on have never been used
+        self._epochs = itertools.count(1)
+
+    def schedule(self, plan: StepPlan, now: float) -> None:
+        """Fills the plan: running requests in order, then waiting ones, within one budget of tokens."""
+        budget, running, ran = self._max_tokens, self.running, len(self.running)
+        for request in running:
+            if budget == 0:
+                break
+            resources = self.carried[request]
+            num_tokens = _clip(request, budget, resources)
+            if num_tokens and self._make_room(request, num_tokens, resources):
+                _add(request, num_tokens, plan, resources)
+                budget -= num_tokens
+
+        preempted = len(running) < ran
+        line, places = (self.suspects, 1) if self._on_trial else (self.waiting, self._max_running)
+        passed: list[Request] = []
+        while budget and not preempted and len(running) < places and len(passed) <= LOOK_AHEAD:
+            newcomer = line.pop()
+            if newcomer is None:
+                break
+            num_tokens = self._admit(newcomer, budget)
+            if num_tokens:
+                self._start(newcomer, plan, now)
+                _add(newcomer, num_tokens, plan, self.carried[newcomer])
+                budget -= num_tokens
+                for other in passed:
+                    other.overtaken += 1
+            else:
+                passed.append(newcomer)
+                if newcomer.overtaken >= MAX_OVERTAKES:
+                    break
+        for request in passed:
+            line.add(request)
+        if plan.rows:
+            plan.freed_rows.extend(sorted(self._freed))
+            self._freed.clear()
+
+    def _make_room(self, request: Request, num_tokens: int, resources: tuple[Resource, ...]) -> bool:
+        """Reserves for a running request, preempting until it can. False when that hit the request itself.
+
+        The running are in order of urgency, so a victim, the last, is never part of the plan yet:
+
+            [ planned …  request  …  victim ]
+        """
+        while _lacking(request, num_tokens, resources):
+            victim = self.running[-1]
+            victim.preemptions += 1
+            self._counters.preemptions += 1
+            self.requeue(victim)
+            if victim is request:
+                return False
+        return True
+
+    def remove(self, request: Request) -> None:
+        """Takes out one that has ended, wherever it is."""
+        if request.row is None:
+            self.waiting.discard(request)
+            self.suspects.discard(request)
+        else:
+            self.running.remove(request)
+            self._vacate(request)
+
+    def requeue(self, request: Request) -> None:
+        """Takes a running one back to the waiting line, with nothing computed."""
+        self.running.remove(request)
+        self._vacate(request)
+        (self.suspects if request.suspect else self.waiting).add(request)
+
+    def requeue_all(self) -> None:
+        """The same for all that run. The worker may hold any row ever used."""
+        for request in reversed(self.running.copy()):
+            self.requeue(request)
+        self._freed = set(range(self._rows_used))
+
+    def worker_lost(self) -> None:
+        """The next worker knows no row, and nobody is suspect before it."""
+        self.requeue_all()
+        self._freed.clear()
+        while (request := self.suspects.pop()) is not None:
+            request.suspect = False
+            self.waiting.add(request)
+
+    def position(self, request: Request) -> int | None:
+        """How many stand before a waiting one; None when it is not in the line."""
+        return self.waiting.position(request)
+
+    def why(self, request: Request) -> str | None:
+        """What keeps a waiting request from starting."""
+        if self.waiting.parked(request):
+            return "waits for the first choice to compute the prompt they share"
+        if len(self.running) >= self._max_running:
+            return f"all {self._max_running} places are taken by running choices"
+        reasons = (resource.why(request) for resource in self._resources if resource.concerns(request))
+        return next((reason for reason in reasons if reason), None)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Known tokens of all that have no row."""
+        return self.waiting.tokens + self.suspects.tokens
+
+    @property
+    def num_waiting(self) -> int:
+        """All that have no row."""
+        return len(self.waiting) + len(self.suspects)
+
+    @property
+    def _on_trial(self) -> bool:
+        return len(self.suspects) > 0 or any(request.suspect for request in self.running[:1])
+
+    def _vacate(self, request: Request) -> None:
+        assert request.row is not None
+        for resource in self.carried.pop(request):
+            resource.release(request)
+        self.rows[request.row] = None
+        heapq.heappush(self._free_rows, request.row)
+        self._freed.add(request.row)
+        request.row = None
+        request.epoch = request.num_computed = request.in_flight = 0
+
+    def _admit(self, request: Request, budget: int) -> int:
+        """How many tokens a waiting request starts with; with 0 it holds nothing."""
+        resources = tuple(resource for resource in self._resources if resource.concerns(request))
+        admitted = []
+        for resource in resources:
+            if not resource.admit(request):
+                break
+            admitted.append(resource)
+        else:
+            num_tokens = _clip(request, budget, resources)
+            if num_tokens and not _lacking(request, num_tokens, resources):
+                self.carried[request] = resources
+                return num_tokens
+        for resource in admitted:
+            resource.release(request)
+        request.num_computed = 0
+        return 0
+
+    def _start(self, request: Request, plan: StepPlan, now: float) -> None:
+        """Puts a request on the lowest free row."""
+        row = heapq.heappop(self._free_rows)
+        request.row, request.epoch = row, next(self._epochs)
+        self.rows[row] = request
+        self._rows_used = max(self._rows_used, row + 1)
+        insort(self.running, request, key=self._policy.rank)
+        request.runs += 1
+        spec, family = request.family.spec, request.family
+        if family.admitted is None:
+            family.admitted = now
+            family.cached_tokens = min(request.num_computed, request.prompt_len)
+        plan.new_rows.append(
+            NewRow(
+                row,
+                request.epoch,
+                request.tokens[:],
+                request.prompt_len,
+                spec.sampling,
+                choice_seed(spec.seed, request.choice),
+                spec.request_id,
+                spec.traceparent,
+            )
+        )
+
+
+def _clip(request: Request, budget: int, resources: tuple[Resource, ...]) -> int:
+    """How many tokens of its gap a request may compute now."""
+    num_tokens = min(request.gap, budget)
+    for resource in resources:
+        num_tokens = resource.clip(request, num_tokens)
+    return num_tokens
+
+
+def _lacking(request: Request, num_tokens: int, resources: tuple[Resource, ...]) -> Resource | None:
+    """Reserves what computing the tokens needs; the resource that has too little, or None when all is held."""
+    for resource in resources:
+        if not resource.reserve(request, num_tokens):
+            return resource
+    return None
+
+
+def _add(request: Request, num_tokens: int, plan: StepPlan, resources: tuple[Resource, ...]) -> None:
+    """Makes the request a row of the plan, and counts its tokens as computed from here on."""
+    assert request.row is not None
+    start = request.num_computed
+    end = start + num_tokens
+    samples = end == len(request.tokens) + request.in_flight
+    plan.rows.append(request.row)
+    plan.num_tokens.append(num_tokens)
+    plan.num_computed.append(start)
+    plan.flags.append(SAMPLES if samples else 0)
+    for resource in resources:
+        resource.describe(request, plan)
+    plan.entries.append(Entry(request, request.epoch, num_tokens, end, samples))
+    request.num_computed = end
+    request.in_flight += samples

@@ -255,6 +255,8 @@ class Router:
         kept = wire.live_handles(welcome)
         if before is not None and before.fingerprint != info.fingerprint:
             self._fail_all("the engine came back with another model")
+        for handle in kept - self._live.keys():  # ended here while the stream was down
+            outbox.put(wire.abort(handle, FinishReason.ABORT))
         waiting = [request for handle, request in self._live.items() if handle not in kept]
         for request in waiting:
             self._send(request)

@@ -1,0 +1,23 @@
+"""Scatter of new keys and values into the paged cache: the specification.
+
+T tokens   K key/value heads   D head size   N blocks   P tokens of a block
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def kv_write(
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    k_cache_NPKD: torch.Tensor,
+    v_cache_NPKD: torch.Tensor,
+    slots_T: torch.Tensor,
+) -> None:
+    """cache[slot // P, slot % P] = new, for every token whose slot is not -1 (a slot is block * P + offset)."""
+    block_size = k_cache_NPKD.shape[1]
+    for token, slot in enumerate(slots_T.tolist()):
+        if slot >= 0:
+            k_cache_NPKD[slot // block_size, slot % block_size] = k_TKD[token]
+            v_cache_NPKD[slot // block_size, slot % block_size] = v_TKD[token]

@@ -1,0 +1,18 @@
+"""Matrix product with a weight: the specification."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+class Linear:
+    """y = x weight^T + bias: [T, I] and [O, I] give [T, O]."""
+
+    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> None:
+        self._weight_OI = weight_OI
+        self._bias_O = bias_O
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """The product for every row of x."""
+        return F.linear(x_TI, self._weight_OI, self._bias_O)

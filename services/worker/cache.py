@@ -1,0 +1,54 @@
+"""The paged KV cache: one tensor of keys and one of values per layer, and the sum of their bytes.
+
+A block holds `block_size` tokens of every layer under the same number; which request owns it is the engine's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from services.common.errors import FailedPrecondition
+from services.worker.step import CacheShape
+
+
+@dataclass(slots=True, frozen=True)
+class KvLayout:
+    """What one token's keys and values look like."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Keys and values of one block in all layers."""
+        return self.bytes_per_token * block_size
+
+
+class KVCache:
+    """The tensors [N blocks, P tokens, K heads, A head size] of every layer."""
+
+    def __init__(self, layout: KvLayout, shape: CacheShape, device: torch.device) -> None:
+        self.block_size = shape.block_size
+        self.num_blocks = shape.num_blocks
+        self.nbytes = shape.num_blocks * layout.bytes_per_block(shape.block_size)
+        size = (layout.layers, 2, shape.num_blocks, shape.block_size, layout.heads, layout.head_dim)
+        try:
+            # Zeros, so that a pool costs memory only as it is used, where the system hands out pages lazily.
+            self._all = torch.zeros(size, dtype=layout.dtype, device=device)
+        except RuntimeError as error:
+            raise FailedPrecondition(
+                f"the KV cache of {shape.num_blocks} blocks, {self.nbytes} bytes, cannot be allocated: {error}",
+                field="num_blocks",
+            ) from error
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer."""
+        return self._all[index, 0], self._all[index, 1]

@@ -1,0 +1,8 @@
+"""Models as mathematics on a flat batch; its rooms top first.
+
+registry    which architecture is served by what
+llama, mistral, qwen2, qwen3    one architecture each: how its config.json is read
+decoder     the Llama family's forward pass
+rotary      frequencies of the rotary embedding
+config      what a decoder is, and the keys of a config.json
+"""

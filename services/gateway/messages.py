@@ -1,0 +1,172 @@
+"""The turns of a conversation: read from JSON, checked, and spelled as chat templates expect them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.errors import InvalidArgument
+from services.common.settings import nearest
+from services.gateway.kinds import wrong
+from services.gateway.limits import DEFAULT_LIMITS, check_text
+
+
+@dataclass(slots=True, frozen=True)
+class ToolCall:
+    """A call that an assistant made. `arguments` is JSON text."""
+
+    name: str
+    arguments: str = ""
+    id: str | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class Message:
+    """One turn. The parts of its content are joined by line breaks."""
+
+    role: str
+    text: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning: str | None = None
+
+    def for_template(self, *, parts: bool) -> dict[str, Any]:
+        """The dict that a template sees; `parts` spells the text as a list of one part."""
+        shown: dict[str, Any] = {"role": self.role}
+        shown["content"] = [{"type": "text", "text": self.text}] if parts else self.text
+        if self.tool_calls:
+            shown["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            shown["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            shown["name"] = self.name
+        if self.reasoning is not None:
+            shown.update(dict.fromkeys(_REASONING, self.reasoning))
+        return shown
+
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_KNOWN = ("role", "content", "tool_calls", "tool_call_id", "name", *_REASONING)
+_EMPTY = ("refusal", "audio", "function_call", "annotations")
+"""What answers carry and clients send back; only empty values can be honoured."""
+
+
+def _call_for_template(call: ToolCall) -> dict[str, Any]:
+    arguments = json.loads(call.arguments) if call.arguments.strip() else {}
+    shown: dict[str, Any] = {"type": "function", "function": {"name": call.name, "arguments": arguments}}
+    return shown if call.id is None else {"id": call.id, **shown}
+
+
+def read_messages(value: object, *, field: str = "messages") -> tuple[Message, ...]:
+    """The turns in JSON."""
+    if not isinstance(value, list) or not value or len(value) > DEFAULT_LIMITS.messages:
+        raise wrong(field, f"an array of 1 to {DEFAULT_LIMITS.messages} messages", value)
+    return tuple(_read_message(entry, f"{field}[{i}]") for i, entry in enumerate(value))
+
+
+def make_message(message: Message, content: Sequence[str], where: str) -> Message:
+    """A turn with its content in parts, checked: what does not come from JSON is made by this."""
+    text = "\n".join(content)
+    if not message.role:
+        raise wrong(f"{where}.role", "a role", message.role)
+    if not content and not message.tool_calls:
+        raise InvalidArgument(f"{where}.content: needed without tool_calls", field=f"{where}.content")
+    for i, call in enumerate(message.tool_calls):
+        _check_arguments(call.arguments, f"{where}.tool_calls[{i}].arguments")
+    return Message(message.role, text, message.tool_calls, message.tool_call_id, message.name, message.reasoning)
+
+
+def refuse_part(kind: str, where: str) -> InvalidArgument:
+    """The error for a part that is no text."""
+    return InvalidArgument(f"{where}: content of type {kind!r} is not supported by this model", field=where)
+
+
+def _read_message(entry: object, where: str) -> Message:
+    if not isinstance(entry, dict):
+        raise wrong(where, "a message", entry)
+    for key, value in entry.items():
+        if key in _EMPTY and value:
+            raise InvalidArgument(f"{where}.{key}: not supported by this server", field=f"{where}.{key}")
+        if key not in _KNOWN and key not in _EMPTY:
+            raise InvalidArgument(f"{where}.{key}: unknown field{nearest(str(key), _KNOWN)}", field=f"{where}.{key}")
+    role = _string(entry, "role", where)
+    if not role:
+        raise wrong(f"{where}.role", "a role", entry.get("role"))
+    calls = _read_calls(entry.get("tool_calls"), f"{where}.tool_calls")
+    content = entry.get("content")
+    reasoning = next((text for name in _REASONING if (text := _string(entry, name, where)) is not None), None)
+    if content is None and not calls and reasoning is None:
+        raise InvalidArgument(f"{where}.content: needed without tool_calls", field=f"{where}.content")
+    text = "" if content is None else _read_content(content, f"{where}.content")
+    return Message(role, text, calls, _string(entry, "tool_call_id", where), _string(entry, "name", where), reasoning)
+
+
+def _string(entry: dict[str, Any], key: str, where: str) -> str | None:
+    value = entry.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise wrong(f"{where}.{key}", "a string", value)
+    check_text(value, f"{where}.{key}")
+    return value
+
+
+def _read_content(content: object, where: str) -> str:
+    if isinstance(content, str):
+        check_text(content, where)
+        return content
+    if not isinstance(content, list):
+        raise wrong(where, "a string or an array of parts", content)
+    return "\n".join(_read_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+
+
+def _read_part(part: object, where: str) -> str:
+    if isinstance(part, str):
+        check_text(part, where)
+        return part
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise wrong(where, "a part with a type", part)
+    if part["type"] != "text":
+        raise refuse_part(part["type"], where)
+    text = _string(part, "text", where)
+    if text is None:
+        raise wrong(f"{where}.text", "a string", None)
+    for key in part:
+        if key not in {"type", "text"}:
+            raise InvalidArgument(f"{where}.{key}: unknown field", field=f"{where}.{key}")
+    return text
+
+
+def _read_calls(value: object, where: str) -> tuple[ToolCall, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise wrong(where, "an array", value)
+    return tuple(_read_call(call, f"{where}[{i}]") for i, call in enumerate(value))
+
+
+def _read_call(call: object, where: str) -> ToolCall:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or call.get("type", "function") != "function":
+        raise wrong(where, "a call of a function", call)
+    name = _string(function, "name", f"{where}.function")
+    if not name:
+        raise wrong(f"{where}.function.name", "a name", name)
+    arguments = function.get("arguments")
+    if isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    if not isinstance(arguments, str | None):
+        raise wrong(f"{where}.function.arguments", "a string with JSON", arguments)
+    _check_arguments(arguments or "", f"{where}.function.arguments")
+    return ToolCall(name, arguments or "", _string(call, "id", where))
+
+
+def _check_arguments(arguments: str, where: str) -> None:
+    try:
+        if arguments.strip():
+            json.loads(arguments)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{where}: no JSON: {error}", field=where) from None

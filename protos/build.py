@@ -1,6 +1,6 @@
 """Builds the Python modules of the contracts: the one place that says how.
 
-`python -m protos.build` from anywhere. The Makefile, the package build, the Dockerfiles and the
+`python -m protos.build` from the root. The Makefile, the package build, the Dockerfiles and the
 tests all call `build`; a second call with nothing changed does nothing.
 """
 
@@ -32,19 +32,27 @@ def build(root: Path = ROOT) -> None:
     Each file appears by one rename, so that a process which imports at that moment sees the old
     or the new one whole.
     """
-    from grpc_tools import protoc
-
     target = root / "protos"
     with tempfile.TemporaryDirectory(dir=target, prefix=".build-") as folder:
         outputs = [f"--{kind}_out={folder}" for kind in ("python", "pyi", "grpc_python")]
-        sources = [f"protos/{source.name}" for source in _sources(root)]
-        bundled = Path(protoc.__file__).parent / "_proto"
-        includes = [f"-I{root}", f"-I{root / 'third_party'}", f"-I{bundled}"]
-        if protoc.main(["protoc", *includes, *outputs, *sources]):
-            raise RuntimeError("protoc failed; its messages stand above")
+        _protoc(root, *outputs, *(f"protos/{source.name}" for source in _sources(root)))
         for module in Path(folder, "protos").iterdir():
             shutil.copymode(root / "protos" / "__init__.py", module)
             os.replace(module, target / module.name)
+
+
+def describe(target: Path, root: Path = ROOT) -> None:
+    """Writes the REST facade and all that it needs as one descriptor set, for a proxy to transcode by."""
+    _protoc(root, f"--descriptor_set_out={target}", "--include_imports", "protos/openai_rest.proto")
+
+
+def _protoc(root: Path, *arguments: str) -> None:
+    from grpc_tools import protoc
+
+    bundled = Path(protoc.__file__).parent / "_proto"
+    includes = [f"-I{root}", f"-I{root / 'third_party'}", f"-I{bundled}"]
+    if protoc.main(["protoc", *includes, *arguments]):
+        raise RuntimeError("protoc failed; its messages stand above")
 
 
 def _sources(root: Path) -> list[Path]:
@@ -52,5 +60,11 @@ def _sources(root: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    if "--force" in sys.argv[1:] or is_stale():
-        build()
+    match sys.argv[1:]:
+        case []:
+            if is_stale():
+                build()
+        case ["--descriptor", path]:
+            describe(Path(path))
+        case _:
+            sys.exit("usage: python -m protos.build [--descriptor FILE]")

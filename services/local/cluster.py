@@ -112,7 +112,7 @@ class Cluster:
             [sys.executable, "-m", "services.local.child", f"services.{role}", *self._arguments(role)],
             stdin=subprocess.PIPE,
             stderr=self._log,
-            env={**os.environ, **self._environ, "PYTHONPATH": _import_path()},
+            env={**os.environ, **self._environ},
             start_new_session=True,
         )
 
@@ -215,13 +215,6 @@ def _runtime_folder() -> Path:
         if base and len(base.encode()) < _SOCKET_ROOM and os.access(base, os.W_OK):
             return Path(tempfile.mkdtemp(prefix="triptych-", dir=base))
     raise ClusterError("no writable folder with a short path for the sockets; set TMPDIR to one")
-
-
-def _import_path() -> str:
-    """The children import what this process imports, from any working directory."""
-    root = str(Path(__file__).resolve().parent.parent.parent)
-    inherited = os.environ.get("PYTHONPATH")
-    return f"{root}{os.pathsep}{inherited}" if inherited else root
 
 
 def _reachable(host: str) -> str:

@@ -1,0 +1,179 @@
+"""A local cluster starts, answers, and leaves nothing behind, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.cli import chat, client, complete, export_text
+from services.local.cluster import Cluster, ClusterError, free_port
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PATIENCE_S = 30
+
+
+@pytest.fixture(scope="module")
+def cluster(demo_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A simulated worker with the demo model's tokenizer, whose every answer is scripted."""
+    folder = tmp_path_factory.mktemp("cluster")
+    script = folder / "script.json"
+    script.write_text(json.dumps({"otherwise": {"text": "It scatters."}}))
+    with (
+        (folder / "log").open("ab") as log,
+        Cluster(model=demo_gguf, worker={"simulated": True, "script": script}, log=log) as running,
+    ):
+        yield running
+
+
+def serve(*options: str) -> subprocess.Popen[str]:
+    ports = [f"--http-port={free_port()}", f"--grpc-port={free_port()}", "--engine-metrics-port=0"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "services.cli", "serve", "--simulated", "--worker-metrics-port=0", *ports, *options],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_line(process: subprocess.Popen[str], beginning: str) -> str:
+    assert process.stdout
+    for line in process.stdout:
+        if line.startswith(beginning):
+            return line
+    assert process.stderr
+    raise AssertionError(f"ended without {beginning!r}: {process.stderr.read()}")
+
+
+def children(pid: int) -> list[int]:
+    return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def sockets_of(pids: list[int]) -> list[Path]:
+    words = [word for pid in pids for word in Path(f"/proc/{pid}/cmdline").read_text().split("\0")]
+    return [Path(word.partition("unix:")[2]) for word in words if "unix:" in word]
+
+
+def wait_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"still there: {[pid for pid in pids if alive(pid)]}"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_no_process_and_no_socket(number: signal.Signals, demo_gguf: Path) -> None:
+    process = serve(str(demo_gguf), "--ask=Hello", "--max-model-len=512")
+    wait_for_line(process, "Ready. ")
+    wait_for_line(process, "Ctrl-C")
+    pids = children(process.pid)
+    sockets = sockets_of(pids)
+    assert len(pids) == 3
+    assert all(path.is_socket() for path in sockets)
+    assert sockets
+    process.send_signal(number)
+    process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0
+    wait_gone(pids)
+    assert not any(path.parent.exists() for path in sockets)
+
+
+def test_children_end_when_their_parent_is_killed(demo_gguf: Path) -> None:
+    process = serve(str(demo_gguf))
+    wait_for_line(process, "Ready. ")
+    pids = children(process.pid)
+    process.kill()
+    process.communicate(timeout=PATIENCE_S)
+    wait_gone(pids)
+
+
+def test_a_role_that_crashes_ends_the_cluster_with_a_message(demo_gguf: Path) -> None:
+    process = serve(str(demo_gguf))
+    wait_for_line(process, "Ready. ")
+    pids = children(process.pid)
+    os.kill(pids[0], signal.SIGKILL)
+    _, error = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert "the worker ended by SIGKILL" in error
+    wait_gone(pids)
+
+
+def test_a_role_that_cannot_start_is_named(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("ab") as log:
+        broken = Cluster(engine={"no_such_knob": 1}, worker={"simulated": True}, log=log)
+        with pytest.raises(ClusterError, match="the engine ended with status 2"):
+            broken.start()
+    assert "no-such-knob" in (tmp_path / "log").read_text()
+
+
+def test_the_cluster_answers(cluster: Cluster) -> None:
+    with urllib.request.urlopen(f"{cluster.http_url}/v1/models", timeout=10) as answer:
+        assert len(json.load(answer)["data"]) == 1
+    cluster.check()
+    assert cluster.is_ready()
+
+
+def test_complete(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    status = complete.main("complete", ["The sky is blue since", "--address", cluster.grpc_address, "--echo"])
+    assert status == 0
+    assert capsys.readouterr().out == "The sky is blue sinceIt scatters.\n"
+
+
+def test_chat_reads_turns_from_a_pipe(cluster: Cluster) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "services.cli", "chat", "--address", cluster.grpc_address, "--system", "Be brief."],
+        cwd=ROOT,
+        input="Why is the sky blue?\n\nAnd at night?\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "It scatters.\nIt scatters.\n"
+
+
+def test_a_refusal_is_one_sentence(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert complete.main("complete", ["Hi", "--address", cluster.grpc_address, "--model=other"]) == 1
+    error = capsys.readouterr().err
+    assert "other" in error
+    assert error.count("\n") == 1
+
+
+def test_nobody_at_the_address(capsys: pytest.CaptureFixture[str]) -> None:
+    assert chat.main("chat", ["--address", f"127.0.0.1:{free_port()}"]) == 1
+    assert "`triptych serve` starts one" in capsys.readouterr().err
+
+
+async def test_an_answer_can_be_given_up(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    await client.answer(cluster.grpc_address, "Why?", give_up=lambda: True)
+    assert len(capsys.readouterr().out) < len("It scatters.\n")
+
+
+def test_export_text(cluster: Cluster, demo_gguf: Path, tmp_path: Path) -> None:
+    for name, source in {
+        "engine": f"unix:{cluster.folder}/engine",
+        "worker": f"unix:{cluster.folder}/worker",
+        "model": demo_gguf,
+    }.items():
+        assert export_text.main("export-text", [str(tmp_path / name), f"--{name}={source}"]) == 0
+    engine, worker, model = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("engine", "worker", "model")
+    )
+    assert "tokenizer.json" in engine
+    assert engine == worker == model

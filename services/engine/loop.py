@@ -15,10 +15,11 @@ from services.common import tracing
 from services.common.errors import DeadlineExceeded, TriptychError, Unavailable, internal
 from services.common.logs import Log
 from services.engine.config import EngineSettings
-from services.engine.core import CoreConfig, EngineCore, Explanation, Load
-from services.engine.events import FINISH_ABORT, FINISH_NONE, Event, Failed, Started, Tokens
+from services.engine.core import CoreConfig, EngineCore
+from services.engine.events import FINISH_ABORT, FINISH_NONE, Event, Failed, Started, StepFailure, Tokens
 from services.engine.metrics import EngineMetrics, finished_reason
-from services.engine.plan import StepFailure, StepOutcome
+from services.engine.plan import StepOutcome
+from services.engine.report import Explanation, Load
 from services.engine.request import RequestSpec
 from services.engine.sessions import Record, Session, Sessions, record_of
 from services.engine.standing import Standing
@@ -231,8 +232,8 @@ class EngineLoop:
             if isinstance(event, Tokens):
                 if event.token_ids:
                     record.stamp_token(now)
-            elif isinstance(event, Started) and record.started_at is None:
-                record.started_at = now
+            elif isinstance(event, Started):
+                record.started_at = record.accepted_at + event.queue_s
             for choice in ended:
                 self._metrics.finished(choice.finish)
             if ended and record.finished:

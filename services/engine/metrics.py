@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.common.metrics import LATENCY_BUCKETS, STEP_TOKENS_BUCKETS
 from services.engine import events
-from services.engine.core import Counters, Load
+from services.engine.report import Counters, Load
 from services.engine.standing import Standing
 
 _LABELS = ("model_name", "engine")

@@ -20,8 +20,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from services.common.errors import InvalidArgument, NotFound, TriptychError
-from services.engine.events import FINISH_ERROR, FINISH_NONE, Event, Failed, Owner, PromptLogprobs, Started, Tokens
-from services.engine.plan import LogprobColumns, StepFailure
+from services.engine.events import (
+    FINISH_ERROR,
+    FINISH_NONE,
+    Event,
+    Failed,
+    LogprobColumns,
+    Owner,
+    PromptLogprobs,
+    Started,
+    StepFailure,
+    Tokens,
+)
 from services.engine.request import RequestSpec
 
 FRAME_TOKENS = 32_768
@@ -250,8 +260,9 @@ class Session:
         return record
 
     def accept(self, record: Record) -> None:
-        """A request that the core has accepted."""
-        self.records[record.spec.owner.handle] = record
+        """A request that the core has accepted; one that a replay brought complete has nothing to tell."""
+        if not all(choice.told for choice in record.choices):
+            self.records[record.spec.owner.handle] = record
 
     def check_free(self, handle: int) -> None:
         """Refuses a handle that names a live request."""

@@ -7,22 +7,15 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from protos import common_pb2, engine_pb2, worker_pb2
 from services.common import tracing
 from services.common.errors import InvalidArgument, TriptychError, Unimplemented
-from services.engine.core import Load
-from services.engine.events import Failed, Owner
-from services.engine.plan import (
-    LogprobColumns,
-    NewRow,
-    PromptLogprobsChunk,
-    StepFailure,
-    StepOutcome,
-    StepPlan,
-)
+from services.engine.events import Failed, LogprobColumns, Owner, StepFailure
+from services.engine.plan import NewRow, PromptLogprobsChunk, StepOutcome, StepPlan
+from services.engine.report import Load
 from services.engine.request import Replay, RequestSpec
 from services.engine.sessions import Outgoing, Rows
 from services.engine.standing import ModelCard, TextFile
@@ -32,7 +25,6 @@ _SWAP = sys.byteorder == "big"
 _TOKEN_BYTES = 16
 _GATEWAY_STATE_LIMIT = 64 * 1024
 _LOGPROBS_LIMIT = 20
-_INT32_MAX = 2**31 - 1
 
 
 def to_bytes(column: array[Any]) -> bytes:
@@ -55,41 +47,44 @@ def to_column(data: bytes, typecode: str, field: str) -> array[Any]:
 
 
 def to_spec(submit: engine_pb2.Submit, gateway: int, *, vocab_size: int, max_n: int) -> RequestSpec:
-    """A Submit as the core takes it. Raises for what is malformed or not built, naming the field."""
+    """A Submit as the core takes it. Raises for what is malformed or not built, naming the field.
+
+    Whether it can ever run is for the core to say.
+    """
     _refuse_unbuilt(submit)
     if len(submit.token) != _TOKEN_BYTES:
         raise InvalidArgument(f"token has {len(submit.token)} bytes instead of {_TOKEN_BYTES}", field="token")
     if len(submit.gateway_state) > _GATEWAY_STATE_LIMIT:
         raise InvalidArgument(f"gateway_state is longer than {_GATEWAY_STATE_LIMIT} bytes", field="gateway_state")
-    prompt = _ids(submit.prompt_id_i32le, "prompt_id_i32le", vocab_size)
-    if not prompt:
-        raise InvalidArgument("the prompt has no tokens", field="prompt_id_i32le")
     sampling = submit.sampling
     n = sampling.n if sampling.HasField("n") else 1
-    if not 1 <= n <= max_n:
-        raise InvalidArgument(f"n is {n}, not between 1 and {max_n}", field="sampling.n")
-    if not 1 <= sampling.max_tokens <= _INT32_MAX:
-        raise InvalidArgument("max_tokens has to be at least 1", field="sampling.max_tokens")
+    if n > max_n:
+        raise InvalidArgument(f"n is {n}, above {max_n}", field="n")
     return RequestSpec(
         owner=Owner(gateway, submit.handle),
         token=submit.token,
         request_id=submit.request_id,
-        prompt=prompt,
+        prompt=to_column(submit.prompt_id_i32le, "i", "prompt"),
         sampling=sampling.SerializeToString(),
         n=n,
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
-        eos_ids=_id_set(sampling.eos_token_ids, "sampling.eos_token_ids", vocab_size),
-        stop_ids=_id_set(sampling.stop_token_ids, "sampling.stop_token_ids", vocab_size),
+        eos_ids=_id_set(sampling.eos_token_ids, "eos_token_ids", vocab_size),
+        stop_ids=_id_set(sampling.stop_token_ids, "stop_token_ids", vocab_size),
         seed=sampling.seed,
-        logprobs=_count(sampling, "logprobs"),
-        prompt_logprobs=_count(sampling, "prompt_logprobs"),
+        logprobs=_top("logprobs", sampling.logprobs) if sampling.HasField("logprobs") else None,
+        prompt_logprobs=_top("prompt_logprobs", sampling.prompt_logprobs)
+        if sampling.HasField("prompt_logprobs")
+        else None,
         priority=submit.priority,
         tenant=submit.tenant,
         cache_salt=submit.cache_salt,
         deadline_s=submit.deadline_ms / 1000 if submit.HasField("deadline_ms") else None,
         gateway_state=submit.gateway_state,
-        replay=_replay(submit, n, vocab_size),
+        replay=tuple(
+            Replay(to_column(choice.token_id_i32le, "i", f"replay[{index}]"), choice.finish_reason)
+            for index, choice in enumerate(submit.replay)
+        ),
         traceparent=tracing.valid(submit.traceparent) if submit.HasField("traceparent") else None,
     )
 
@@ -100,42 +95,20 @@ def _refuse_unbuilt(submit: engine_pb2.Submit) -> None:
     if submit.HasField("pooling"):
         raise Unimplemented("pooled vectors are not served by this engine", field="pooling")
     if submit.sampling.HasField("constraint"):
-        raise Unimplemented("grammars are not served by this engine", field="sampling.constraint")
+        raise Unimplemented("grammars are not served by this engine", field="constraint")
 
 
-def _ids(data: bytes, field: str, vocab_size: int) -> array[int]:
-    ids = to_column(data, "i", field)
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        raise InvalidArgument(f"{field} has an id outside [0, {vocab_size})", field=field)
-    return ids
-
-
-def _id_set(ids: Any, field: str, vocab_size: int) -> frozenset[int]:
+def _id_set(ids: Iterable[int], field: str, vocab_size: int) -> frozenset[int]:
     found = frozenset(ids)
     if found and max(found) >= vocab_size:
         raise InvalidArgument(f"{field} has an id outside [0, {vocab_size})", field=field)
     return found
 
 
-def _count(sampling: common_pb2.SamplingParams, field: str) -> int | None:
-    if field == "logprobs":
-        value = sampling.logprobs if sampling.HasField("logprobs") else None
-    else:
-        value = sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None
-    if value is not None and value > _LOGPROBS_LIMIT:
-        raise InvalidArgument(f"{field} is {value}, above {_LOGPROBS_LIMIT}", field=f"sampling.{field}")
+def _top(field: str, value: int) -> int:
+    if value > _LOGPROBS_LIMIT:
+        raise InvalidArgument(f"{field} is {value}, above {_LOGPROBS_LIMIT}", field=field)
     return value
-
-
-def _replay(submit: engine_pb2.Submit, n: int, vocab_size: int) -> tuple[Replay, ...]:
-    if not submit.replay:
-        return ()
-    if len(submit.replay) != n:
-        raise InvalidArgument(f"replay has {len(submit.replay)} choices instead of {n}", field="replay")
-    return tuple(
-        Replay(_ids(choice.token_id_i32le, f"replay[{index}].token_id_i32le", vocab_size), choice.finish_reason)
-        for index, choice in enumerate(submit.replay)
-    )
 
 
 def step_message(plan: StepPlan) -> worker_pb2.ExecuteRequest:

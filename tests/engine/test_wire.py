@@ -1,0 +1,313 @@
+"""Protobuf to plain data and back: golden bytes, round trips, and what is malformed."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from typing import Any
+
+import pytest
+
+from protos import common_pb2, engine_pb2, worker_pb2
+from services.common.errors import InvalidArgument, TriptychError, Unimplemented
+from services.engine import wire
+from services.engine.events import (
+    FINISH_EOS,
+    FINISH_LENGTH,
+    FINISH_NONE,
+    Failed,
+    LogprobColumns,
+    Owner,
+    PromptLogprobs,
+    Started,
+    StepFailure,
+)
+from services.engine.plan import NewRow, StepPlan
+from services.engine.report import Load
+from services.engine.sessions import Outgoing
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def le(*values: int, code: str = "i") -> bytes:
+    return struct.pack(f"<{len(values)}{code}", *values)
+
+
+def a_submit(**changes: Any) -> engine_pb2.Submit:
+    fields: dict[str, Any] = {
+        "handle": 7,
+        "token": b"t" * 16,
+        "request_id": "r",
+        "prompt_id_i32le": le(5, 6, 7),
+        "sampling": common_pb2.SamplingParams(max_tokens=9, seed=3),
+    }
+    return engine_pb2.Submit(**(fields | changes))
+
+
+def spec_of(submit: engine_pb2.Submit) -> Any:
+    return wire.to_spec(submit, 11, vocab_size=100, max_n=4)
+
+
+def test_columns_are_little_endian() -> None:
+    assert wire.to_bytes(array("i", [1, -2])) == b"\x01\0\0\0\xfe\xff\xff\xff"
+    assert wire.to_bytes(array("Q", [2**40])) == struct.pack("<Q", 2**40)
+    assert wire.to_column(le(3, 4), "i", "x") == array("i", [3, 4])
+
+
+def test_columns_are_swapped_on_a_big_endian_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "_SWAP", True)
+    column = array("i", [1])
+    assert wire.to_bytes(column) == b"\0\0\0\x01"
+    assert column == array("i", [1]), "the caller's column stays as it is"
+    assert wire.to_column(b"\0\0\0\x01", "i", "x") == array("i", [1])
+
+
+def test_a_column_of_broken_length_is_refused_by_name() -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        wire.to_column(b"12345", "i", "some_i32le")
+    assert refused.value.field == "some_i32le"
+
+
+def test_the_least_submit() -> None:
+    spec = spec_of(a_submit())
+    assert spec.owner == Owner(11, 7)
+    assert spec.prompt == array("i", [5, 6, 7])
+    assert (spec.n, spec.max_tokens, spec.min_tokens, spec.seed, spec.priority) == (1, 9, 0, 3, 0)
+    assert spec.logprobs is None
+    assert spec.prompt_logprobs is None
+    assert spec.deadline_s is None
+    assert spec.traceparent is None
+    assert spec.replay == ()
+
+
+def test_the_fullest_submit() -> None:
+    sampling = common_pb2.SamplingParams(
+        n=2,
+        max_tokens=9,
+        min_tokens=1,
+        eos_token_ids=[2],
+        stop_token_ids=[3, 4],
+        temperature=0.5,
+        seed=2**63 + 1,
+        logprobs=0,
+        prompt_logprobs=20,
+        logit_bias=[common_pb2.LogitBias(token_id=1, bias=-1)],
+    )
+    spec = spec_of(
+        a_submit(
+            sampling=sampling,
+            priority=-2,
+            tenant="t",
+            cache_salt="s",
+            deadline_ms=1500,
+            gateway_state=b"g",
+            traceparent=PARENT,
+            replay=[
+                engine_pb2.ChoiceReplay(token_id_i32le=le(8, 9)),
+                engine_pb2.ChoiceReplay(token_id_i32le=le(2), finish_reason=common_pb2.FINISH_REASON_EOS),
+            ],
+        )
+    )
+    assert (spec.n, spec.min_tokens, spec.eos_ids, spec.stop_ids) == (2, 1, frozenset({2}), frozenset({3, 4}))
+    assert (spec.seed, spec.logprobs, spec.prompt_logprobs) == (2**63 + 1, 0, 20)
+    assert (spec.priority, spec.tenant, spec.cache_salt, spec.deadline_s) == (-2, "t", "s", 1.5)
+    assert (spec.gateway_state, spec.traceparent) == (b"g", PARENT)
+    assert [(replay.token_ids.tolist(), replay.finish) for replay in spec.replay] == [
+        ([8, 9], FINISH_NONE),
+        ([2], FINISH_EOS),
+    ]
+    assert common_pb2.SamplingParams.FromString(spec.sampling) == sampling, "the worker gets all of it"
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "field"),
+    [
+        ({"token": b"short"}, InvalidArgument, "token"),
+        ({"prompt_id_i32le": b"abc"}, InvalidArgument, "prompt"),
+        ({"gateway_state": bytes(64 * 1024 + 1)}, InvalidArgument, "gateway_state"),
+        ({"sampling": common_pb2.SamplingParams(n=5)}, InvalidArgument, "n"),
+        ({"sampling": common_pb2.SamplingParams(stop_token_ids=[100])}, InvalidArgument, "stop_token_ids"),
+        ({"sampling": common_pb2.SamplingParams(eos_token_ids=[4_000_000_000])}, InvalidArgument, "eos_token_ids"),
+        ({"sampling": common_pb2.SamplingParams(logprobs=21)}, InvalidArgument, "logprobs"),
+        ({"sampling": common_pb2.SamplingParams(prompt_logprobs=21)}, InvalidArgument, "prompt_logprobs"),
+        ({"replay": [engine_pb2.ChoiceReplay(token_id_i32le=b"1")]}, InvalidArgument, "replay[0]"),
+        ({"media": [common_pb2.MediaRef()]}, Unimplemented, "media"),
+        ({"pooling": engine_pb2.POOLING_MEAN}, Unimplemented, "pooling"),
+        (
+            {"sampling": common_pb2.SamplingParams(constraint=common_pb2.Constraint(regex="a"))},
+            Unimplemented,
+            "constraint",
+        ),
+    ],
+)
+def test_a_submit_is_refused_by_field(changes: dict[str, Any], kind: type[TriptychError], field: str) -> None:
+    with pytest.raises(kind) as refused:
+        spec_of(a_submit(**changes))
+    assert refused.value.field == field
+
+
+def test_a_malformed_trace_is_ignored() -> None:
+    assert spec_of(a_submit(traceparent="nonsense")).traceparent is None
+
+
+def test_a_plan_becomes_a_step() -> None:
+    sampling = common_pb2.SamplingParams(max_tokens=4, temperature=0.7)
+    plan = StepPlan(step_id=9, resync=True)
+    plan.freed_rows.append(3)
+    plan.new_rows.append(
+        NewRow(1, 2**60, array("i", [1, 2, 3]), 2, sampling.SerializeToString(), 2**64 - 1, "r", PARENT)
+    )
+    plan.new_rows.append(NewRow(2, 5, array("i", [4]), 1, b"", 0, "", None))
+    for column, value in ((plan.rows, 1), (plan.num_tokens, 3), (plan.num_computed, 0), (plan.first_writable, 2)):
+        column.append(value)
+    plan.flags.append(1)
+    plan.block_counts.append(2)
+    plan.block_ids.extend([8, 9])
+    step = wire.step_message(plan).step
+    assert step == worker_pb2.Step(
+        step_id=9,
+        resync=True,
+        freed_row_i32le=le(3),
+        new_rows=[
+            worker_pb2.NewRow(
+                row=1,
+                epoch=2**60,
+                token_id_i32le=le(1, 2, 3),
+                prompt_len=2,
+                sampling=sampling,
+                seed=2**64 - 1,
+                request_id="r",
+                traceparent=PARENT,
+            ),
+            worker_pb2.NewRow(row=2, epoch=5, token_id_i32le=le(4), prompt_len=1, sampling=common_pb2.SamplingParams()),
+        ],
+        row_i32le=le(1),
+        num_tokens_i32le=le(3),
+        num_computed_i32le=le(0),
+        flags_u8=b"\x01",
+        first_writable_i32le=le(2),
+        block_count_i32le=le(2),
+        block_id_i32le=le(8, 9),
+    )
+
+
+def a_result(**changes: Any) -> worker_pb2.StepResult:
+    fields: dict[str, Any] = {
+        "step_id": 4,
+        "status": worker_pb2.STEP_STATUS_OK,
+        "row_i32le": le(0, 2),
+        "epoch_u64le": le(2**50, 6, code="Q"),
+        "row_status_u8": b"\0\1",
+        "token_count_i32le": le(1, 0),
+        "token_id_i32le": le(42),
+        "duration_us": 17,
+    }
+    return worker_pb2.StepResult(**(fields | changes))
+
+
+def a_logprobs(*counts: int) -> common_pb2.Logprobs:
+    entries = sum(counts)
+    return common_pb2.Logprobs(
+        count_i32le=le(*counts),
+        token_id_i32le=le(*range(entries)),
+        logprob_f32le=struct.pack(f"<{entries}f", *[-0.5] * entries),
+        rank_i32le=le(*range(1, entries + 1)),
+    )
+
+
+def test_a_result_becomes_an_outcome() -> None:
+    outcome = wire.to_outcome(
+        a_result(
+            logprobs=a_logprobs(2),
+            prompt_logprobs=[worker_pb2.PromptLogprobs(row=0, epoch=3, first_position=1, logprobs=a_logprobs(1, 1))],
+        )
+    )
+    assert (outcome.step_id, outcome.status, outcome.failure, outcome.duration_us) == (4, 1, None, 17)
+    assert outcome.rows.tolist() == [0, 2]
+    assert outcome.epochs.tolist() == [2**50, 6]
+    assert outcome.row_status == b"\0\1"
+    assert outcome.token_counts.tolist() == [1, 0]
+    assert outcome.token_ids.tolist() == [42]
+    assert outcome.logprobs is not None
+    assert outcome.logprobs.ranks.tolist() == [1, 2]
+    assert outcome.logprobs.logprobs.tolist() == [-0.5, -0.5]
+    (chunk,) = outcome.prompt_logprobs
+    assert (chunk.row, chunk.epoch, chunk.first_position, chunk.columns.counts.tolist()) == (0, 3, 1, [1, 1])
+
+
+def test_a_failed_step_says_why() -> None:
+    failure = common_pb2.Failure(code=13, message="no", error_id="e")
+    outcome = wire.to_outcome(worker_pb2.StepResult(step_id=1, status=2, failure=failure))
+    assert outcome.failure == StepFailure(13, "no", "e")
+    assert wire.to_outcome(worker_pb2.StepResult(failure=common_pb2.Failure())).failure == StepFailure(0, "", None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"row_i32le": b"123"},
+        {"row_i32le": le(0)},
+        {"epoch_u64le": le(1, code="Q")},
+        {"row_status_u8": b""},
+        {"token_count_i32le": le(1)},
+        {"token_count_i32le": le(2, 0)},
+        {"token_count_i32le": le(-1, 2)},
+        {"token_id_i32le": b""},
+        {"logprobs": a_logprobs(1, 1)},
+        {"logprobs": common_pb2.Logprobs(count_i32le=le(1), token_id_i32le=le(1))},
+        {"prompt_logprobs": [worker_pb2.PromptLogprobs(logprobs=common_pb2.Logprobs(count_i32le=le(1)))]},
+    ],
+)
+def test_a_result_that_makes_no_sense_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument):
+        wire.to_outcome(a_result(**changes))
+
+
+def test_what_is_told_comes_outputs_first() -> None:
+    out = Outgoing(draining=True)
+    columns = LogprobColumns(array("i", [0, 1]), array("i", [5]), array("f", [-1.0]), array("i", [1]))
+    out.rows.handles.append(4_000_000_000)
+    out.rows.choices.append(1)
+    out.rows.first_indexes.append(6)
+    out.rows.token_counts.append(2)
+    out.rows.token_ids.extend([8, 9])
+    out.rows.finishes.append(FINISH_LENGTH)
+    out.rows.logprobs = columns
+    out.started.append(Started(Owner(1, 2), 16, 0.25))
+    out.prompt_logprobs.append(PromptLogprobs(Owner(1, 2), 3, columns))
+    out.failed.append(Failed(Owner(1, 5), 0, StepFailure(13, "broke", "e")))
+    out.rejected.append((6, InvalidArgument("bad", field="n", reason="R", retry_after_ms=5)))
+    draining, outputs, failed, rejected = wire.frames(out, 77)
+    assert draining.WhichOneof("frame") == "draining"
+    logprobs = common_pb2.Logprobs(
+        count_i32le=le(0, 1), token_id_i32le=le(5), logprob_f32le=struct.pack("<f", -1), rank_i32le=le(1)
+    )
+    assert outputs.outputs == engine_pb2.StepOutputs(
+        step_id=77,
+        handle_u32le=le(4_000_000_000, code="I"),
+        choice_u32le=le(1),
+        first_index_u32le=le(6),
+        token_count_u32le=le(2),
+        token_id_i32le=le(8, 9),
+        finish_u8=b"\x04",
+        logprobs=logprobs,
+        started=[engine_pb2.Started(handle=2, cached_tokens=16, queue_us=250_000)],
+        prompt_logprobs=[engine_pb2.PromptLogprobsOutput(handle=2, first_position=3, logprobs=logprobs)],
+    )
+    assert failed.failed == engine_pb2.Failed(
+        handle=5, choice=0, failure=common_pb2.Failure(code=13, message="broke", error_id="e")
+    )
+    assert rejected.rejected == engine_pb2.Rejected(
+        handle=6, failure=common_pb2.Failure(code=3, message="bad", field="n", reason="R", retry_after_ms=5)
+    )
+
+
+def test_nothing_to_tell_is_no_frame() -> None:
+    assert list(wire.frames(Outgoing(), 1)) == []
+
+
+def test_the_load_in_milliseconds() -> None:
+    load = wire.load_message(Load(1, 2, 3, 4, 5, 6), 0.25)
+    assert load == common_pb2.Load(
+        running=1, waiting=2, waiting_tokens=3, running_tokens=4, free_blocks=5, total_blocks=6, silence_ms=250
+    )

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "services.cli": ("services.cli", "services.local", "services.common", "protos", "services.engine.core"),
 }
 DOORS = {"service", "wire", "workers", "router", "rest", "cli"}
-TOP_LOOPS = {"services.common.server", "services.engine.loop", "services.worker.stepper"}
+TOP_LOOPS = {"services.common.server", "services.engine.loop", "services.worker.stepper", "services.gateway.rest.asgi"}
 OURS = ("services", "protos", "kernels")
 
 

@@ -1,1 +1,29 @@
-"""The gateway; its rooms are listed here top first."""
+"""The gateway: text and clients. Knows no KV block and no tensor. Rooms from the top down:
+
+__main__    the process: everything made, wired, drained and ended
+rest        the OpenAI API over HTTP and HttpBody
+service     the gRPC API
+front       what both share: a request is run, counted, logged, or refused
+models      what is served: the engine's word for it, and its text side
+router      the stream to the engine; replay when it was lost
+inflight    one request between router and reader
+wire        protobuf to plain data and back
+text        a model's text side in one piece: bodies in, jobs out
+generation  a whole request: events in, deltas out
+pipeline    one choice: tokens to text, stops, deltas
+stops       stop strings
+detokenize  ids to text, one at a time
+chat        conversations to a prompt, by the model's template
+messages    the turns of a conversation
+tokenize    text to ids, in threads
+text_files  the model's files, read
+validate    checks that need the model or another field
+fields      the table of request fields
+kinds       what a single field may be
+limits      how much is taken from one request
+metrics     what is counted
+vocabulary  what each id stands for
+request     a request and its answers as plain data
+trace       the id and the trace that follow a request
+config      every knob
+"""

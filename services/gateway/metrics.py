@@ -24,11 +24,34 @@ _SUCCESS = {
 }
 
 
-class GatewayMetrics:
+class HttpMetrics:
+    """What a process that speaks HTTP counts."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._http = Counter(
+            "http_requests", "HTTP requests answered.", ("method", "handler", "status"), registry=self.registry
+        )
+        self._http_seconds = Histogram(
+            "http_request_duration_seconds", "Time to the end of the answer.", ("handler",), registry=self.registry
+        )
+
+    def http_answered(self, method: str, route: str, status: int, seconds: float) -> None:
+        """An HTTP request was answered, or its client left (499)."""
+        self._http.labels(method, route, str(status)).inc()
+        self._http_seconds.labels(route).observe(seconds)
+
+    def render(self) -> bytes:
+        """The scrape."""
+        return generate_latest(self.registry)
+
+
+class GatewayMetrics(HttpMetrics):
     """All series of one gateway process."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
+        super().__init__()
+        registry = self.registry
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"vllm:{name}", text, _LABELS, buckets=buckets, registry=registry)
@@ -51,22 +74,12 @@ class GatewayMetrics:
             (*_LABELS, "finished_reason"),
             registry=registry,
         )
-        self.http = Counter(
-            "http_requests", "HTTP requests answered.", ("method", "handler", "status"), registry=registry
-        )
-        self.http_seconds = Histogram(
-            "http_request_duration_seconds", "Time to the end of the answer.", ("handler",), registry=registry
-        )
         self.live = Gauge("triptych:gateway_live_requests", "Requests that have not ended.", registry=registry)
         self.replays = Gauge(
             "triptych:gateway_replays", "Requests submitted again after a lost engine.", registry=registry
         )
         self.aborts = Gauge("triptych:gateway_aborts", "Aborts sent to the engine.", registry=registry)
         self.ready = Gauge("triptych:gateway_ready", "1 while requests can run.", registry=registry)
-
-    def render(self) -> bytes:
-        """The scrape."""
-        return generate_latest(self.registry)
 
     def watch(self, spec: GenerateSpec, engine: str, arrived: float) -> RequestTimer:
         """Begins to time a request that arrived at `arrived` (time.monotonic)."""
@@ -76,7 +89,7 @@ class GatewayMetrics:
 class RequestTimer:
     """The times and counts of one request; its series are looked up once."""
 
-    __slots__ = ("_arrived", "_first", "_itl", "_labels", "_last", "_metrics", "_spec", "finishes", "tokens")
+    __slots__ = ("_arrived", "_finishes", "_first", "_itl", "_labels", "_last", "_metrics", "_spec", "_tokens")
 
     def __init__(self, metrics: GatewayMetrics, spec: GenerateSpec, engine: str, arrived: float) -> None:
         self._metrics = metrics
@@ -86,43 +99,44 @@ class RequestTimer:
         self._arrived = arrived
         self._first: float | None = None
         self._last = arrived
-        self.tokens = 0
-        self.finishes: list[FinishReason] = []
+        self._tokens = 0
+        self._finishes: list[FinishReason] = []
 
-    def delta(self, tokens: int, finish: FinishReason | None) -> None:
-        """Tokens were delivered, and perhaps a choice ended."""
+    def tokens(self, count: int) -> None:
+        """Tokens came from the engine."""
         now = time.monotonic()
-        if tokens:
-            if self._first is None:
-                self._first = now
-                self._metrics.ttft.labels(*self._labels).observe(now - self._arrived)
-            else:
-                self._itl.observe(now - self._last)
-            self._last = now
-            self.tokens += tokens
-        if finish is not None:
-            self.finishes.append(finish)
+        if self._first is None:
+            self._first = now
+            self._metrics.ttft.labels(*self._labels).observe(now - self._arrived)
+        else:
+            self._itl.observe(now - self._last)
+        self._last = now
+        self._tokens += count
+
+    def finish(self, reason: FinishReason) -> None:
+        """A choice ended."""
+        self._finishes.append(reason)
 
     def end(self, failed: FinishReason | None = None) -> dict[str, object]:
         """The request is over, `failed` for what did not finish; answers what the log line says."""
         metrics, labels, now = self._metrics, self._labels, time.monotonic()
-        unfinished = self._spec.sampling.n - len(self.finishes)
+        unfinished = self._spec.sampling.n - len(self._finishes)
         if failed is not None:
-            self.finishes += [failed] * unfinished
+            self._finishes += [failed] * unfinished
         metrics.e2e.labels(*labels).observe(now - self._arrived)
         metrics.prompt.labels(*labels).observe(len(self._spec.prompt_ids))
-        metrics.generation.labels(*labels).observe(self.tokens)
+        metrics.generation.labels(*labels).observe(self._tokens)
         metrics.params_n.labels(*labels).observe(self._spec.sampling.n)
         metrics.params_max_tokens.labels(*labels).observe(self._spec.sampling.max_tokens)
-        for reason in self.finishes:
+        for reason in self._finishes:
             metrics.success.labels(*labels, _SUCCESS.get(reason, "error")).inc()
         ttft = None if self._first is None else self._first - self._arrived
-        if self._first is not None and self.tokens > 1:
-            metrics.tpot.labels(*labels).observe((self._last - self._first) / (self.tokens - 1))
+        if self._first is not None and self._tokens > 1:
+            metrics.tpot.labels(*labels).observe((self._last - self._first) / (self._tokens - 1))
         return {
             "prompt_tokens": len(self._spec.prompt_ids),
-            "completion_tokens": self.tokens,
-            "finish": ",".join(sorted({reason.name.lower() for reason in self.finishes})),
+            "completion_tokens": self._tokens,
+            "finish": ",".join(sorted({reason.name.lower() for reason in self._finishes})),
             "ttft_ms": None if ttft is None else round(ttft * 1000, 1),
             "total_ms": round((now - self._arrived) * 1000, 1),
         }

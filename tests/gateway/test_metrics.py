@@ -22,9 +22,10 @@ def test_a_request_that_ends_counts_once_per_choice() -> None:
     metrics = GatewayMetrics()
     spec = GenerateSpec("r", "m", (1, 2, 3), SamplingParams(max_tokens=5, seed=0, n=2))
     timer = metrics.watch(spec, "e", 0.0)
-    timer.delta(1, None)
-    timer.delta(2, FinishReason.EOS)
-    timer.delta(1, FinishReason.LENGTH)
+    for count in (1, 2, 1):
+        timer.tokens(count)
+    timer.finish(FinishReason.EOS)
+    timer.finish(FinishReason.LENGTH)
     fields = timer.end()
     got = series(metrics)
     assert got["vllm:time_to_first_token_seconds_count", ""] == 1
@@ -43,7 +44,8 @@ def test_a_request_that_ends_counts_once_per_choice() -> None:
 def test_a_request_that_is_given_up_counts_its_unfinished_choices() -> None:
     metrics = GatewayMetrics()
     timer = metrics.watch(GenerateSpec("r", "m", (1,), SamplingParams(max_tokens=5, seed=0, n=3)), "e", 0.0)
-    timer.delta(1, FinishReason.EOS)
+    timer.tokens(1)
+    timer.finish(FinishReason.EOS)
     timer.end(FinishReason.ABORT)
     got = series(metrics)
     assert got["vllm:request_success_total", "abort"] == 2

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Mapping
 import httpx
 import pytest
 
-from protos import openai_rest_pb2_grpc
 from services.common.errors import InvalidArgument, ResourceExhausted, Unavailable
 from services.common.server import Server
 from services.gateway.rest import asgi, facade, forward, http
@@ -83,7 +82,7 @@ async def serving(
 async def forwarding(api: Scripted, limit: int = 1000) -> AsyncIterator[httpx.AsyncClient]:
     """The REST process in front of the facade."""
     grpc_server = Server(["127.0.0.1:0"])
-    openai_rest_pb2_grpc.add_OpenAiRestServiceServicer_to_server(facade.OpenAiRest(api), grpc_server.grpc)
+    facade.OpenAiRest(api).add_to(grpc_server)
     await grpc_server.start(facade.SERVICE)
     await grpc_server.set_ready(True)
     front = forward.Forward(f"127.0.0.1:{grpc_server.ports[0]}")

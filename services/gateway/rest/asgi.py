@@ -22,15 +22,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from services.common.errors import InvalidArgument, NotFound, TriptychError, internal
 from services.common.logs import Log
-from services.gateway.rest.reply import (
-    JSON,
-    REQUEST_ID,
-    Api,
-    Reply,
-    error_body,
-    error_headers,
-    request_id_of,
-)
+from services.gateway.rest.reply import JSON, Api, Reply, error_body, error_headers, event
+from services.gateway.trace import REQUEST_ID, request_id_of
 
 _log = Log("http")
 POSTS = {
@@ -96,11 +89,12 @@ async def _until_gone(receive: Receive) -> None:
 class _Sender:
     """Sends the answer and remembers what was sent."""
 
-    __slots__ = ("_request_id", "_send", "status")
+    __slots__ = ("_request_id", "_send", "_streaming", "status")
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
         self._request_id = request_id
+        self._streaming = False
         self.status = 0
 
     async def start(self, status: int, content_type: str, headers: Mapping[str, str]) -> None:
@@ -119,6 +113,7 @@ class _Sender:
             return
         async with contextlib.aclosing(reply.body):
             await self.start(200, reply.content_type, {**reply.headers, "cache-control": "no-cache"})
+            self._streaming = True
             message: Message
             async for chunk in reply.body:
                 message = {"type": "http.response.body", "body": chunk, "more_body": True}
@@ -128,6 +123,8 @@ class _Sender:
     async def error(self, error: TriptychError) -> None:
         if not self.status:
             await self.whole(error.http_status, error_body(error), error_headers(error))
+        elif self._streaming:
+            await self._send({"type": "http.response.body", "body": event(error_body(error))})
 
 
 class Endpoint:

@@ -17,7 +17,9 @@ from grpc_status import rpc_status
 
 from protos import openai_rest_pb2_grpc
 from services.common.errors import TriptychError, to_rpc_status
-from services.gateway.rest.reply import JSON, REQUEST_ID, Api, error_body, error_headers, request_id_of
+from services.common.server import Server
+from services.gateway.rest.reply import JSON, Api, error_body, error_headers
+from services.gateway.trace import REQUEST_ID, request_id_of
 
 SERVICE = "triptych.v1.OpenAiRestService"
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -28,6 +30,10 @@ class OpenAiRest(openai_rest_pb2_grpc.OpenAiRestServiceServicer):  # type: ignor
 
     def __init__(self, api: Api) -> None:
         self._api = api
+
+    def add_to(self, server: Server) -> None:
+        """Answers on that server."""
+        openai_rest_pb2_grpc.add_OpenAiRestServiceServicer_to_server(self, server.grpc)
 
     def ChatCompletions(self, request: httpbody_pb2.HttpBody, context: Context) -> AsyncIterator[Any]:
         """POST /v1/chat/completions."""

@@ -15,7 +15,8 @@ from protos import openai_rest_pb2_grpc
 from services.common.channel import connect
 from services.common.errors import NotFound, TriptychError
 from services.common.server import error_of
-from services.gateway.rest.reply import REQUEST_ID, TRACEPARENT, Reply, error_body, event
+from services.gateway.rest.reply import Reply, error_body, event
+from services.gateway.trace import REQUEST_ID, TRACEPARENT
 
 _CARRIED: Final = (REQUEST_ID, TRACEPARENT)
 Call = grpc.aio.UnaryStreamCall[httpbody_pb2.HttpBody, httpbody_pb2.HttpBody]

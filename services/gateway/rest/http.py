@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import Iterator
 
@@ -35,7 +36,7 @@ def bind(host: str, port: int) -> socket.socket:
 class HttpServer:
     """Serves an ASGI application on a bound socket."""
 
-    def __init__(self, app: ASGIApp, bound: socket.socket) -> None:
+    def __init__(self, app: ASGIApp, bound: socket.socket, *, drain_s: float = 2.0) -> None:
         self._socket = bound
         self.port: int = bound.getsockname()[1]
         config = uvicorn.Config(
@@ -47,7 +48,7 @@ class HttpServer:
             server_header=False,
             date_header=False,
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=2,
+            timeout_graceful_shutdown=max(1, math.ceil(drain_s)),
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
@@ -62,7 +63,7 @@ class HttpServer:
             await asyncio.sleep(0.005)
 
     async def stop(self) -> None:
-        """Closes the socket; answers that are being written get a moment."""
+        """Closes the socket; answers that are being written get `drain_s`."""
         self._server.should_exit = True
         if self._task is not None:
             await self._task

@@ -7,8 +7,6 @@ facade (gRPC) ┘                 └── forward: over HttpBody to a gateway
 
 from __future__ import annotations
 
-import re
-import secrets
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -19,9 +17,6 @@ from services.common.errors import TriptychError
 
 JSON: Final = "application/json"
 SSE: Final = "text/event-stream; charset=utf-8"
-REQUEST_ID: Final = "x-request-id"
-TRACEPARENT: Final = "traceparent"
-_PRINTABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Events(Protocol):
@@ -55,12 +50,6 @@ class Api(Protocol):
     async def obstacle(self) -> str | None:
         """What keeps requests from being served, or None."""
         ...
-
-
-def request_id_of(headers: Mapping[str, str]) -> str:
-    """The client's x-request-id where it is one short printable word, else a new id."""
-    given = headers.get(REQUEST_ID, "")
-    return given if _PRINTABLE_ID.fullmatch(given) else secrets.token_hex(16)
 
 
 def error_body(error: TriptychError) -> bytes:

@@ -1,0 +1,149 @@
+"""The gateway's process: everything is made and wired here, and ended in order."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Sequence
+
+from services.common import logs
+from services.common.logs import Log
+from services.common.server import Server, wait_for_signal
+from services.common.settings import SettingsError
+from services.gateway import metrics, service
+from services.gateway.config import GatewaySettings
+from services.gateway.front import Front
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.models import Models
+from services.gateway.rest import asgi, facade
+from services.gateway.rest.http import HttpServer, bind
+from services.gateway.rest.renderer import Renderer
+from services.gateway.router import Router
+from services.gateway.trace import release
+
+_LOOK_S = 0.1
+_log = Log("gateway")
+
+
+class Gateway:
+    """One gateway: the way to its engine, and two servers in front of it."""
+
+    def __init__(self, settings: GatewaySettings, http_socket: socket.socket, version: str) -> None:
+        self.settings = settings
+        self.models = Models(settings.tokenizer_threads)
+        self.metrics = GatewayMetrics()
+        self.router = Router(
+            settings.engine,
+            name=settings.name,
+            version=version,
+            on_engine=self.models.update,
+            replay_budget_s=settings.replay_budget_s,
+            stall_ms=round(settings.ready_silence_s * 1000),
+        )
+        self.front = Front(self.models, self.router, self.metrics, settings.max_concurrent_requests)
+        renderer = Renderer(self.front)
+        site = asgi.Site(
+            renderer, version, self._scrape, metrics.CONTENT_TYPE, settings.max_body_bytes, self.metrics.http_answered
+        )
+        self.http = HttpServer(asgi.application(site), http_socket)
+        self.server = Server([_address(settings.host, settings.grpc_port)])
+        service.GatewayService(self.front).add_to(self.server)
+        facade.OpenAiRest(renderer).add_to(self.server)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def grpc_port(self) -> int:
+        """The port of the gRPC API."""
+        return self.server.ports[0]
+
+    async def start(self) -> None:
+        """Listens, and begins to look for the engine."""
+        await self.server.start(service.SERVICE, facade.SERVICE)
+        await self.http.start()
+        self._tasks = [asyncio.create_task(self.router.run()), asyncio.create_task(self._watch_readiness())]
+        _log.info("listening", http_port=self.http.port, grpc_port=self.grpc_port, engine=self.settings.engine)
+
+    async def failed(self) -> None:
+        """Returns, by raising, only when a part that must run for ever has ended."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
+    async def _watch_readiness(self) -> None:
+        ready = False
+        while True:
+            obstacle = self.front.obstacle()
+            if (obstacle is None) != ready:
+                ready = obstacle is None
+                await self.server.set_ready(ready)
+                self.metrics.ready.set(ready)
+                _log.info("ready" if ready else "not ready", missing=obstacle)
+            await asyncio.sleep(_LOOK_S)
+
+    def _scrape(self) -> bytes:
+        self.metrics.live.set(self.router.live)
+        self.metrics.replays.set(self.router.replays)
+        self.metrics.aborts.set(self.router.aborts)
+        return self.metrics.render()
+
+    async def drain(self) -> None:
+        """Refuses new requests and lets live ones finish for the time that the settings give them."""
+        self.front.draining = True
+        await self.server.set_ready(False)
+        left = await self.front.drain(self.settings.drain_s)
+        _log.info("drained", left=left)
+
+    async def close(self) -> None:
+        """Ends what still runs and frees the ports."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.router.close()
+        await self.http.stop()
+        await self.server.stop(0.2)
+        self.models.close()
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def serve(settings: GatewaySettings) -> int:
+    """Runs a gateway until a signal asks it to end."""
+    try:
+        http_socket = bind(settings.host, settings.http_port)
+        gateway = Gateway(settings, http_socket, release())
+    except (OSError, RuntimeError) as error:
+        _log.error("cannot listen", host=settings.host, http_port=settings.http_port, reason=str(error))
+        return 1
+    await gateway.start()
+    asked = asyncio.create_task(wait_for_signal())
+    failed = asyncio.create_task(gateway.failed())
+    try:
+        await asyncio.wait((asked, failed), return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            failed.result()
+        _log.info("draining", limit_s=settings.drain_s)
+        await gateway.drain()
+    finally:
+        for task in (asked, failed):
+            task.cancel()
+        await asyncio.gather(asked, failed, return_exceptions=True)
+        await gateway.close()
+    return 0
+
+
+async def main(argv: Sequence[str]) -> int:
+    """`python -m services.gateway`; the exit status."""
+    try:
+        settings = GatewaySettings.load(argv, "triptych gateway")
+    except SettingsError as error:
+        print(f"triptych gateway: {error}", file=sys.stderr)
+        return 2
+    logs.configure("gateway", settings.name, settings.log_level, settings.log_style)
+    return await serve(settings)
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main(sys.argv[1:])))

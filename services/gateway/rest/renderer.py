@@ -1,0 +1,260 @@
+"""The OpenAI API over this process's own front: bodies in, JSON documents or events out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from services.common import tracing
+from services.common.errors import InvalidArgument, TriptychError
+from services.gateway.fields import Api, read_fields
+from services.gateway.front import Front, Running
+from services.gateway.messages import read_messages
+from services.gateway.models import Model
+from services.gateway.request import Delta, Usage
+from services.gateway.rest.documents import Chat, Completion, Head, Prompt, Shown
+from services.gateway.rest.merge import merge
+from services.gateway.rest.reply import DONE, SSE, Reply, error_body, event
+from services.gateway.text import Envelope, Job
+from services.gateway.trace import TRACEPARENT, request_id_of
+
+Body = dict[str, Any]
+Deltas = AsyncGenerator[tuple[int, Delta], None]
+
+
+def parse(body: bytes) -> Body:
+    """A JSON object. NaN, Infinity and numbers beyond a double are no JSON, so they are refused here."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidArgument(f"body: no JSON: {error}", field="body") from None
+    if not isinstance(value, dict):
+        raise InvalidArgument("body: must be a JSON object", field="body")
+    return value
+
+
+def _envelope(headers: Mapping[str, str]) -> Envelope:
+    return Envelope(request_id_of(headers), tracing.child(headers.get(TRACEPARENT)))
+
+
+class _Stream:
+    """The events of a streamed answer. The first delta is there already, so that refusals were raised before."""
+
+    def __init__(
+        self,
+        *,
+        first: tuple[int, Delta] | None,
+        deltas: Deltas,
+        opening: Callable[[], bytes],
+        chunk: Callable[[int, Delta], bytes],
+        closing: Callable[[], bytes],
+        runs: Sequence[Running],
+    ) -> None:
+        self._first = first
+        self._deltas = deltas
+        self._opening = opening
+        self._chunk = chunk
+        self._closing = closing
+        self._runs = runs
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        chunk = self._chunk
+        try:
+            if self._first is not None:
+                yield self._opening() + chunk(*self._first)
+            async for number, delta in self._deltas:
+                yield chunk(number, delta)
+            yield self._closing() + DONE
+        except TriptychError as error:
+            yield event(error_body(error))
+
+    async def aclose(self) -> None:
+        """Ends the request where it runs."""
+        await self._deltas.aclose()
+        for run in self._runs:
+            run.close()
+
+
+class Renderer:
+    """Answers the operations of the API."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._operations: dict[str, Callable[[bytes, Mapping[str, str]], Awaitable[Reply]]] = {
+            "chat_completions": self._chat,
+            "completions": self._completions,
+            "models": self._models,
+            "model": self._model,
+            "tokenize": self._tokenize,
+            "detokenize": self._detokenize,
+        }
+
+    async def call(self, operation: str, body: bytes, headers: Mapping[str, str]) -> Reply:
+        """Answers one request."""
+        return await self._operations[operation](body, headers)
+
+    async def obstacle(self) -> str | None:
+        """What keeps requests from being served, or None."""
+        return self._front.obstacle()
+
+    def _model_of(self, body: Body) -> Model:
+        name = body.get("model")
+        return self._front.models.get(name if isinstance(name, str) and name else None)
+
+    async def _chat(self, body: bytes, headers: Mapping[str, str]) -> Reply:
+        arrived = time.monotonic()
+        values = parse(body)
+        model = self._model_of(values)
+        envelope = _envelope(headers)
+        with self._front.arrival():
+            job = await model.text.chat(values, envelope)
+        running = self._start(model, job, arrived)
+        head = Head(f"chatcmpl-{job.spec.request_id}", running.created_s, model.info.name)
+        documents = Chat(head, _shown(model, job, lambda: running.usage), job.spec.sampling.n)
+        prompt = Prompt(job.spec.prompt_ids, running.prompt_logprobs)
+        if not job.response.stream:
+            return _whole(documents.whole(await running.whole(), prompt))
+        return await _streamed(
+            [running],
+            lambda: documents.first(prompt),
+            lambda _, delta: documents.chunk(delta),
+            documents.last,
+        )
+
+    async def _completions(self, body: bytes, headers: Mapping[str, str]) -> Reply:
+        arrived = time.monotonic()
+        values = parse(body)
+        model = self._model_of(values)
+        envelope = _envelope(headers)
+        with self._front.arrival():
+            jobs = await model.text.completions(values, envelope)
+        runs = self._start_all(model, jobs, arrived)
+        response, spec = jobs[0].response, jobs[0].spec
+        head = Head(f"cmpl-{spec.request_id}", runs[0].created_s, model.info.name)
+        shown = _shown(model, jobs[0], lambda: _sum(runs))
+        documents = Completion(head, shown, len(jobs), spec.sampling.n)
+        prompts = [Prompt(run.spec.prompt_ids, run.prompt_logprobs) for run in runs]
+        if not response.stream:
+            answers = await _gather(runs)
+            return _whole(documents.whole(list(zip(answers, prompts, strict=True))))
+        return await _streamed(
+            runs,
+            lambda: b"",
+            lambda number, delta: documents.chunk(number, delta, prompts[number]),
+            documents.last,
+        )
+
+    def _start(self, model: Model, job: Job, arrived: float) -> Running:
+        response = job.response
+        needs_tokens = response.return_token_ids or response.top_logprobs is not None
+        return self._front.start(model, job.spec, arrived=arrived, needs_tokens=needs_tokens, echo=job.echo)
+
+    def _start_all(self, model: Model, jobs: Sequence[Job], arrived: float) -> list[Running]:
+        runs: list[Running] = []
+        try:
+            runs += [self._start(model, job, arrived) for job in jobs]
+        except TriptychError:
+            for run in runs:
+                run.close()
+            raise
+        return runs
+
+    async def _models(self, body: bytes, headers: Mapping[str, str]) -> Reply:
+        del body, headers
+        cards = [_card(model) for model in self._front.models.all()]
+        return _whole(orjson.dumps({"object": "list", "data": cards}))
+
+    async def _model(self, body: bytes, headers: Mapping[str, str]) -> Reply:
+        del headers
+        return _whole(orjson.dumps(_card(self._front.models.get(body.decode()))))
+
+    async def _tokenize(self, body: bytes, headers: Mapping[str, str]) -> Reply:
+        del headers
+        values = parse(body)
+        model = self._model_of(values)
+        asked = read_fields(values, Api.TOKENIZE)
+        if asked.messages is not None and asked.prompt is None:
+            ids = await model.text.tokenize_messages(read_messages(asked.messages), asked)
+        elif isinstance(asked.prompt, str) and asked.messages is None:
+            ids = await model.text.tokenize(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
+        else:
+            raise InvalidArgument("prompt: a string, or messages instead of it, is needed", field="prompt")
+        document: Body = {"count": len(ids), "max_model_len": model.info.max_model_len, "tokens": ids}
+        if asked.return_token_strs:
+            document["token_strs"] = [model.text.vocabulary.piece(token_id) for token_id in ids]
+        return _whole(orjson.dumps(document))
+
+    async def _detokenize(self, body: bytes, headers: Mapping[str, str]) -> Reply:
+        del headers
+        values = parse(body)
+        model = self._model_of(values)
+        asked = read_fields(values, Api.DETOKENIZE)
+        if asked.tokens is None:
+            raise InvalidArgument("tokens: needed", field="tokens")
+        return _whole(orjson.dumps({"prompt": await model.text.detokenize(asked.tokens)}))
+
+
+def _whole(document: bytes) -> Reply:
+    return Reply(document)
+
+
+async def _streamed(
+    runs: Sequence[Running],
+    opening: Callable[[], bytes],
+    chunk: Callable[[int, Delta], bytes],
+    closing: Callable[[], bytes],
+) -> Reply:
+    deltas = merge([run.deltas() for run in runs])
+    try:
+        first = await anext(deltas, None)
+    except BaseException:
+        await deltas.aclose()
+        for run in runs:
+            run.close()
+        raise
+    return Reply(_Stream(first=first, deltas=deltas, opening=opening, chunk=chunk, closing=closing, runs=runs), SSE)
+
+
+async def _gather(runs: Sequence[Running]) -> list[list[Delta]]:
+    """All answers; when one fails the others end too."""
+    if len(runs) == 1:
+        return [await runs[0].whole()]
+    tasks = [asyncio.create_task(run.whole()) for run in runs]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for run in runs:
+            run.close()
+
+
+def _shown(model: Model, job: Job, counts: Callable[[], Usage]) -> Shown:
+    return Shown(job.response, model.text.vocabulary, job.spec.text.skip_special_tokens, counts)
+
+
+def _sum(runs: Sequence[Running]) -> Usage:
+    usages = [run.usage for run in runs]
+    return Usage(
+        sum(usage.prompt_tokens for usage in usages),
+        sum(usage.completion_tokens for usage in usages),
+        sum(usage.cached_tokens for usage in usages),
+    )
+
+
+def _card(model: Model) -> Body:
+    info = model.info
+    return {
+        "id": info.name,
+        "object": "model",
+        "created": info.created_s,
+        "owned_by": "triptych",
+        "root": info.name,
+        "parent": None,
+        "max_model_len": info.max_model_len,
+    }

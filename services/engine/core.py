@@ -20,6 +20,7 @@ from services.engine.events import (
     FINISH_NONE,
     Event,
     Failed,
+    LogprobColumns,
     Owner,
     PromptLogprobs,
     Started,
@@ -28,7 +29,7 @@ from services.engine.events import (
 )
 from services.engine.kv.manager import KvCache
 from services.engine.outcome import LogprobCuts, not_yet_told
-from services.engine.plan import ROW_DROPPED, ROW_NOT_FINITE, ROW_OK, STEP_FAILED, STEP_OK, Entry, StepOutcome, StepPlan
+from services.engine.plan import ROW_DROPPED, ROW_NOT_FINITE, ROW_OK, STEP_FAILED, STEP_OK, StepOutcome, StepPlan
 from services.engine.policies import FirstCome, Policy
 from services.engine.prompt_logprobs import PromptLogprobsFlag
 from services.engine.report import Counters, Explanation, Load
@@ -39,6 +40,7 @@ from services.engine.scheduler import Scheduler
 __all__ = ["CoreConfig", "Counters", "EngineCore", "Explanation", "Load"]
 
 _RETRY_AFTER_MS = 1000
+_new = tuple.__new__
 
 
 @dataclass(slots=True, frozen=True)
@@ -218,58 +220,58 @@ class EngineCore:
             return self._step_failed(plan, outcome)
         events: list[Event] = []
         self._tell_prompt_logprobs(outcome, events)
-        epochs, counts, answers = outcome.epochs, outcome.token_counts, len(outcome.epochs)
+        epochs, statuses, counts = outcome.epochs.tolist(), outcome.row_status, outcome.token_counts.tolist()
         cuts = LogprobCuts(outcome.logprobs) if outcome.logprobs is not None else None
+        verbs = self.scheduler.verbs
         index = position = 0  # of the next row answered, and of its first token
-        for entry in plan.entries:
-            request, epoch = entry.request, entry.epoch
-            answered = index < answers and epochs[index] == epoch
-            count = counts[index] if answered else 0
-            if request.epoch == epoch:
-                status = outcome.row_status[index] if answered else ROW_OK
-                if status != ROW_OK or (entry.samples and count == 0):
-                    self._row_failed(request, status, events)
-                else:
-                    self._settle(request, entry, events)
-                    if count:
-                        ids = outcome.token_ids[position : position + count]
-                        self._accept(request, ids, cuts, position, events)
-            if answered:
+        for request, epoch, end, samples in plan.entries:
+            status, first, count = ROW_OK, position, 0
+            if index < len(epochs) and epochs[index] == epoch:
+                status, count = statuses[index], counts[index]
                 index += 1
                 position += count
+            if request.epoch != epoch:
+                continue
+            if status != ROW_OK or (samples and count == 0):
+                self._row_failed(request, status, events)
+                continue
+            for applied in verbs[request].applied:
+                applied(request, end)
+            if not request.family.prompt_applied:
+                self._prompt_progress(request, end, events)
+            if count:
+                logprobs = cuts.cut(first, position) if cuts and request.family.spec.logprobs is not None else None
+                self._accept(request, outcome.token_ids[first:position], logprobs, events)
         return events
 
-    def _settle(self, request: Request, entry: Entry, events: list[Event]) -> None:
-        """The step's KV is there."""
-        for resource in self.scheduler.carried[request]:
-            resource.applied(request, entry.end)
+    def _prompt_progress(self, request: Request, end: int, events: list[Event]) -> None:
+        """The prompt's KV is there up to `end`."""
         family = request.family
         if not family.announced and family.admitted is not None:
             family.announced = True
-            events.append(Started(family.spec.owner, family.cached_tokens, family.admitted - family.arrived))
-        if not family.prompt_applied and entry.end >= request.prompt_len:
+            events.append(Started(request.owner, family.cached_tokens, family.admitted - family.arrived))
+        if end >= request.prompt_len:
             family.prompt_applied = True
             self.counters.prompt_tokens += request.prompt_len
             self._follow_up(family)
 
-    def _accept(
-        self, request: Request, ids: array[int], cuts: LogprobCuts | None, position: int, events: list[Event]
-    ) -> None:
+    def _accept(self, request: Request, ids: array[int], logprobs: LogprobColumns | None, events: list[Event]) -> None:
         """Takes sampled tokens up to the one that ends the choice."""
-        first_index = request.num_outputs
+        tokens = request.tokens
+        first_index = len(tokens) - request.prompt_len
         finish = FINISH_NONE
-        for kept, token in enumerate(ids, 1):
-            request.tokens.append(token)
-            finish = request.finish_after_last()
-            if finish:
-                ids = ids[:kept]
-                break
-        request.in_flight -= 1
-        self.counters.generated_tokens += len(ids)
-        logprobs = None
-        if cuts is not None and request.family.spec.logprobs is not None:
-            logprobs = cuts.cut(position, position + len(ids))
-        events.append(Tokens(request.family.spec.owner, request.choice, first_index, ids, finish, logprobs))
+        for token in ids:
+            tokens.append(token)
+            if token in request.ends or len(tokens) >= request.limit:
+                finish = request.finish_after_last()
+                if finish:
+                    break
+        kept = len(tokens) - request.prompt_len - first_index
+        if kept < len(ids):
+            ids, logprobs = ids[:kept], LogprobCuts(logprobs).cut(0, kept) if logprobs else None
+        self.counters.generated_tokens += kept
+        # Half of what Tokens(...) costs, and it is made for every choice in every step.
+        events.append(_new(Tokens, (request.owner, request.choice, first_index, ids, finish, logprobs)))
         if finish:
             self._end(request, finish)
         elif request.suspect:
@@ -301,10 +303,10 @@ class EngineCore:
     def _step_failed(self, plan: StepPlan, outcome: StepOutcome) -> list[Event]:
         """Undoes the step. Who ran alone in a failed one is guilty; of several each will run alone."""
         events: list[Event] = []
-        live = [entry.request for entry in plan.entries if entry.request.epoch == entry.epoch]
+        live = [request for request, epoch, _, _ in plan.entries if request.epoch == epoch]
         if outcome.status == STEP_FAILED:
             if len(plan.entries) == 1:
-                request = plan.entries[0].request
+                request = plan.entries[0][0]
                 if request.finish == FINISH_NONE:
                     self._fail(request, outcome.failure or "the worker failed the request", events)
             else:
@@ -368,7 +370,7 @@ class EngineCore:
         if family is None:
             return None
         live = list(family.live)
-        running = [request for request in live if request.row is not None]
+        running = [request for request in live if request.epoch]
         first = running[0] if running else live[0]
         return Explanation(
             state="running" if running else "waiting",
@@ -382,7 +384,7 @@ class EngineCore:
         )
 
     def _reason(self, request: Request) -> str:
-        if request.row is not None:
+        if request.epoch:
             return f"runs on row {request.row}"
         before = self.scheduler.position(request)
         if before:

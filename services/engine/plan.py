@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from services.engine.events import LogprobColumns, StepFailure
 from services.engine.request import Request
@@ -52,14 +51,9 @@ class NewRow:
     traceparent: str | None
 
 
-class Entry(NamedTuple):
-    """One row of a plan, for the engine alone."""
-
-    request: Request
-    epoch: int
-    num_tokens: int
-    end: int  # position after the last token computed
-    samples: bool
+Entry = tuple[Request, int, int, bool]
+"""One row of a plan, for the engine alone: who, its epoch, the position after the last token computed,
+and whether it samples. A bare tuple, because one is made per row and step."""
 
 
 def _column() -> array[int]:

@@ -14,9 +14,9 @@ class PromptLogprobsFlag(Resource):
         """Only who asked and has not been told before."""
         return not request.family.reads_prefix
 
-    def describe(self, request: Request, plan: StepPlan) -> None:
+    def describe(self, request: Request, plan: StepPlan, at: int) -> None:
         """After a preemption the prompt runs again; what is told already is flagged no more."""
         family = request.family
-        end = request.num_computed + plan.num_tokens[-1]
+        end = request.num_computed + plan.num_tokens[at]
         if request.num_computed < request.prompt_len and family.prompt_logprobs_sent < min(end, request.prompt_len):
-            plan.flags[-1] |= PROMPT_LOGPROBS
+            plan.flags[at] |= PROMPT_LOGPROBS

@@ -62,7 +62,6 @@ class Family:
 
     spec: RequestSpec
     arrived: float
-    ends: dict[int, int]  # token id to the finish reason that it stands for
     prompt_logprobs_sent: int  # prompt positions told; all of them when none were asked for
     choices: list[Request] = field(default_factory=list)  # by index, ended ones included
     admitted: float | None = None  # when a choice ran for the first time
@@ -92,6 +91,7 @@ class Request:
 
     # Who it is.
     family: Family
+    owner: Owner
     choice: int
     arrival: int  # counts up; also the place among equals
     priority: int
@@ -99,14 +99,15 @@ class Request:
     # What was asked.
     prompt_len: int
     limit: int  # tokens, prompt included, at which it ends
-    stop_from: int  # tokens, prompt included, that must be exceeded before EOS and stop ids count
+    ends: dict[int, int]  # token id to the finish reason that it stands for
+    stop_from: int  # tokens, prompt included, that must be exceeded before those ids count
 
-    # Where it stands. In flight are tokens that planned steps will sample.
+    # Where it stands.
     tokens: array[int]
+    known: int  # tokens, those included that planned steps will sample
     num_computed: int = 0
-    in_flight: int = 0
-    row: int | None = None
-    epoch: int = 0  # 0 while it is on no row
+    epoch: int = 0  # of its being on a row; 0 while it is on none
+    row: int = 0  # while it is on one
     finish: int = FINISH_NONE
     runs: int = 0  # how often it was put on a row
     preemptions: int = 0
@@ -124,8 +125,7 @@ class Request:
     @property
     def gap(self) -> int:
         """Tokens left to compute; none while those in flight may already reach the limit."""
-        known = len(self.tokens) + self.in_flight
-        return known - self.num_computed if known < self.limit else 0
+        return self.known - self.num_computed if self.known < self.limit else 0
 
     @property
     def num_outputs(self) -> int:
@@ -135,7 +135,7 @@ class Request:
     def finish_after_last(self) -> int:
         """The finish reason that the last token brings about, or FINISH_NONE."""
         if len(self.tokens) > self.stop_from:
-            reason = self.family.ends.get(self.tokens[-1], FINISH_NONE)
+            reason = self.ends.get(self.tokens[-1], FINISH_NONE)
             if reason:
                 return reason
         return FINISH_LENGTH if len(self.tokens) >= self.limit else FINISH_NONE
@@ -149,25 +149,24 @@ def make_family(spec: RequestSpec, context_len: int, arrived: float, arrival: in
     prompt_len = len(spec.prompt)
     max_tokens = min(spec.max_tokens, context_len - prompt_len)
     told = spec.prompt_logprobs is None or any(replay.token_ids for replay in spec.replay)
-    family = Family(
-        spec,
-        arrived,
-        dict.fromkeys(spec.stop_ids, FINISH_STOP_ID) | dict.fromkeys(spec.eos_ids, FINISH_EOS),
-        prompt_logprobs_sent=prompt_len if told else 0,
-    )
+    family = Family(spec, arrived, prompt_logprobs_sent=prompt_len if told else 0)
+    ends = dict.fromkeys(spec.stop_ids, FINISH_STOP_ID) | dict.fromkeys(spec.eos_ids, FINISH_EOS)
     for index in range(spec.n):
-        replay = spec.replay[index] if spec.replay else None
+        replay = spec.replay[index] if spec.replay else Replay(array("i"))
         family.choices.append(
             Request(
                 family,
+                spec.owner,
                 index,
                 arrival=arrival + index,
                 priority=spec.priority,
                 prompt_len=prompt_len,
                 limit=prompt_len + max_tokens,
+                ends=ends,
                 stop_from=prompt_len + min(spec.min_tokens, max_tokens),
-                tokens=spec.prompt + replay.token_ids if replay else spec.prompt[:],
-                finish=replay.finish if replay else FINISH_NONE,
+                tokens=spec.prompt + replay.token_ids,
+                known=prompt_len + len(replay.token_ids),
+                finish=replay.finish,
             )
         )
     return family

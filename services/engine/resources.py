@@ -9,6 +9,9 @@ resources that concern it. Per residence on a row:
 # ruff: noqa: ARG002 - a verb without a say looks at nothing
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 from services.engine.plan import StepPlan
 from services.engine.request import Request
 
@@ -35,8 +38,8 @@ class Resource:
         """Takes what computing them needs. False takes nothing; asking again takes nothing twice."""
         return True
 
-    def describe(self, request: Request, plan: StepPlan) -> None:
-        """Writes its part of the row that was just added to the plan; `num_computed` is its start."""
+    def describe(self, request: Request, plan: StepPlan, at: int) -> None:
+        """Writes its part of the plan's row number `at`; `num_computed` is the row's first position."""
 
     def applied(self, request: Request, end: int) -> None:
         """A step that computed the request's tokens up to `end` has succeeded."""
@@ -50,3 +53,24 @@ class Resource:
     def why(self, request: Request) -> str | None:
         """What keeps a waiting request from starting, for a person; None when nothing does."""
         return None
+
+
+class Verbs(NamedTuple):
+    """The verbs of the resources that a request carries, bound; a resource is absent where it has no say."""
+
+    clip: tuple[Callable[[Request, int], int], ...]
+    reserve: tuple[Callable[[Request, int], bool], ...]
+    describe: tuple[Callable[[Request, StepPlan, int], None], ...]
+    applied: tuple[Callable[[Request, int], None], ...]
+    release: tuple[Callable[[Request], None], ...]
+
+
+def verbs_of(resources: Sequence[Resource]) -> Verbs:
+    """What these resources have a say in, in their order."""
+    return Verbs(
+        tuple(each.clip for each in resources if type(each).clip is not Resource.clip),
+        tuple(each.reserve for each in resources if type(each).reserve is not Resource.reserve),
+        tuple(each.describe for each in resources if type(each).describe is not Resource.describe),
+        tuple(each.applied for each in resources if type(each).applied is not Resource.applied),
+        tuple(each.release for each in resources if type(each).release is not Resource.release),
+    )

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from array import array
 from bisect import insort
 from collections.abc import Sequence
 
-from services.engine.plan import SAMPLES, Entry, NewRow, StepPlan
+from services.engine.plan import SAMPLES, NewRow, StepPlan
 from services.engine.policies import Policy
 from services.engine.report import Counters
 from services.engine.request import Request, choice_seed
-from services.engine.resources import Resource
+from services.engine.resources import Resource, Verbs, verbs_of
 from services.engine.waiting import WaitingLine
 
 LOOK_AHEAD = 4
@@ -38,7 +39,8 @@ class Scheduler:
         self._max_running = max_num_seqs
         self._counters = counters
         self.running: list[Request] = []  # in the order of the policy
-        self.carried: dict[Request, tuple[Resource, ...]] = {}  # by those that run
+        self.verbs: dict[Request, Verbs] = {}  # of what each that runs carries
+        self._made: dict[tuple[Resource, ...], Verbs] = {}
         self.waiting = WaitingLine(policy)
         self.suspects = WaitingLine(policy)  # each runs alone before anything else runs
         self.rows: list[Request | None] = [None] * max_num_seqs
@@ -50,13 +52,14 @@ class Scheduler:
     def schedule(self, plan: StepPlan, now: float) -> None:
         """Fills the plan: running requests in order, then waiting ones, within one budget of tokens."""
         budget, running, ran = self._max_tokens, self.running, len(self.running)
+        chosen: list[tuple[Request, int]] = []
         for request in running:
             if budget == 0:
                 break
-            resources = self.carried[request]
-            num_tokens = _clip(request, budget, resources)
-            if num_tokens and self._make_room(request, num_tokens, resources):
-                _add(request, num_tokens, plan, resources)
+            verbs = self.verbs[request]
+            num_tokens = _clip(request, budget, verbs)
+            if num_tokens and self._make_room(request, num_tokens, verbs):
+                chosen.append((request, num_tokens))
                 budget -= num_tokens
 
         preempted = len(running) < ran
@@ -69,7 +72,7 @@ class Scheduler:
             num_tokens = self._admit(newcomer, budget)
             if num_tokens:
                 self._start(newcomer, plan, now)
-                _add(newcomer, num_tokens, plan, self.carried[newcomer])
+                chosen.append((newcomer, num_tokens))
                 budget -= num_tokens
                 for other in passed:
                     other.overtaken += 1
@@ -79,29 +82,50 @@ class Scheduler:
                     break
         for request in passed:
             line.add(request)
-        if plan.rows:
+        self._describe(chosen, plan)
+
+    def _make_room(self, request: Request, num_tokens: int, verbs: Verbs) -> bool:
+        """Reserves for a running request, preempting until it can. False when that hit the request itself.
+
+        The running are in order of urgency, so a victim, the last, is never chosen yet:
+
+            [ chosen …  request  …  victim ]
+        """
+        for reserve in verbs.reserve:
+            while not reserve(request, num_tokens):
+                victim = self.running[-1]
+                victim.preemptions += 1
+                self._counters.preemptions += 1
+                self.requeue(victim)
+                if victim is request:
+                    return False
+        return True
+
+    def _describe(self, chosen: list[tuple[Request, int]], plan: StepPlan) -> None:
+        """Writes the plan's columns, and counts the tokens as computed from here on."""
+        plan.rows = array("i", [request.row for request, _ in chosen])
+        plan.num_tokens = array("i", [num_tokens for _, num_tokens in chosen])
+        plan.num_computed = array("i", [request.num_computed for request, _ in chosen])
+        plan.flags = bytearray(len(chosen))
+        plan.first_writable = array("i", bytes(4 * len(chosen)))
+        plan.block_counts = array("i", bytes(4 * len(chosen)))
+        for at, (request, num_tokens) in enumerate(chosen):
+            end = request.num_computed + num_tokens
+            samples = end == request.known
+            if samples:
+                plan.flags[at] = SAMPLES
+            for describe in self.verbs[request].describe:
+                describe(request, plan, at)
+            plan.entries.append((request, request.epoch, end, samples))
+            request.num_computed = end
+            request.known += samples
+        if chosen:
             plan.freed_rows.extend(sorted(self._freed))
             self._freed.clear()
 
-    def _make_room(self, request: Request, num_tokens: int, resources: tuple[Resource, ...]) -> bool:
-        """Reserves for a running request, preempting until it can. False when that hit the request itself.
-
-        The running are in order of urgency, so a victim, the last, is never part of the plan yet:
-
-            [ planned …  request  …  victim ]
-        """
-        while _lacking(request, num_tokens, resources):
-            victim = self.running[-1]
-            victim.preemptions += 1
-            self._counters.preemptions += 1
-            self.requeue(victim)
-            if victim is request:
-                return False
-        return True
-
     def remove(self, request: Request) -> None:
         """Takes out one that has ended, wherever it is."""
-        if request.row is None:
+        if request.epoch == 0:
             self.waiting.discard(request)
             self.suspects.discard(request)
         else:
@@ -156,14 +180,13 @@ class Scheduler:
         return len(self.suspects) > 0 or any(request.suspect for request in self.running[:1])
 
     def _vacate(self, request: Request) -> None:
-        assert request.row is not None
-        for resource in self.carried.pop(request):
-            resource.release(request)
+        for release in self.verbs.pop(request).release:
+            release(request)
         self.rows[request.row] = None
         heapq.heappush(self._free_rows, request.row)
         self._freed.add(request.row)
-        request.row = None
-        request.epoch = request.num_computed = request.in_flight = 0
+        request.epoch = request.num_computed = 0
+        request.known = len(request.tokens)
 
     def _admit(self, request: Request, budget: int) -> int:
         """How many tokens a waiting request starts with; with 0 it holds nothing."""
@@ -174,9 +197,10 @@ class Scheduler:
                 break
             admitted.append(resource)
         else:
-            num_tokens = _clip(request, budget, resources)
-            if num_tokens and not _lacking(request, num_tokens, resources):
-                self.carried[request] = resources
+            verbs = self._made.setdefault(resources, verbs_of(resources))
+            num_tokens = _clip(request, budget, verbs)
+            if num_tokens and all(reserve(request, num_tokens) for reserve in verbs.reserve):
+                self.verbs[request] = verbs
                 return num_tokens
         for resource in admitted:
             resource.release(request)
@@ -209,34 +233,9 @@ class Scheduler:
         )
 
 
-def _clip(request: Request, budget: int, resources: tuple[Resource, ...]) -> int:
+def _clip(request: Request, budget: int, verbs: Verbs) -> int:
     """How many tokens of its gap a request may compute now."""
     num_tokens = min(request.gap, budget)
-    for resource in resources:
-        num_tokens = resource.clip(request, num_tokens)
+    for clip in verbs.clip:
+        num_tokens = clip(request, num_tokens)
     return num_tokens
-
-
-def _lacking(request: Request, num_tokens: int, resources: tuple[Resource, ...]) -> Resource | None:
-    """Reserves what computing the tokens needs; the resource that has too little, or None when all is held."""
-    for resource in resources:
-        if not resource.reserve(request, num_tokens):
-            return resource
-    return None
-
-
-def _add(request: Request, num_tokens: int, plan: StepPlan, resources: tuple[Resource, ...]) -> None:
-    """Makes the request a row of the plan, and counts its tokens as computed from here on."""
-    assert request.row is not None
-    start = request.num_computed
-    end = start + num_tokens
-    samples = end == len(request.tokens) + request.in_flight
-    plan.rows.append(request.row)
-    plan.num_tokens.append(num_tokens)
-    plan.num_computed.append(start)
-    plan.flags.append(SAMPLES if samples else 0)
-    for resource in resources:
-        resource.describe(request, plan)
-    plan.entries.append(Entry(request, request.epoch, num_tokens, end, samples))
-    request.num_computed = end
-    request.in_flight += samples

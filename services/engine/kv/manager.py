@@ -59,7 +59,7 @@ class KvCache(Resource):
         request.blocks_described = 0
         request.blocks_promised = fresh
         # Something must be computed to sample from. When every token is found, the last one runs
-        # again without writing its KV, because its block is shared.
+        # again without writing its KV, because its block is shared. Later steps lie beyond it.
         request.num_computed = min(cached, known - 1)
         request.first_writable = cached
         self._promised += fresh
@@ -80,18 +80,19 @@ class KvCache(Resource):
         self._promised -= kept
         return True
 
-    def describe(self, request: Request, plan: StepPlan) -> None:
+    def describe(self, request: Request, plan: StepPlan, at: int) -> None:
         """The blocks that the worker has not seen, and where writing begins."""
-        blocks = request.blocks
-        new = len(blocks) - request.blocks_described
-        plan.block_counts.append(new)
-        plan.first_writable.append(request.first_writable)
-        if request.blocks_described == 0 and request.runs == 1 and self._reads(request):
-            self._counters.prefix_queries += len(request.tokens)
-            self._counters.prefix_hits += request.num_computed
-        if new:
-            plan.block_ids.extend(blocks[-new:])
-            request.blocks_described += new
+        new = len(request.blocks) - request.blocks_described
+        if new == 0:
+            return
+        plan.block_counts[at] = new
+        plan.block_ids.extend(request.blocks[-new:])
+        if request.blocks_described == 0:
+            plan.first_writable[at] = request.first_writable
+            if request.runs == 1 and self._reads(request):
+                self._counters.prefix_queries += len(request.tokens)
+                self._counters.prefix_hits += request.num_computed
+        request.blocks_described += new
 
     def applied(self, request: Request, end: int) -> None:
         """Full blocks can be found from now on: their KV is really there."""

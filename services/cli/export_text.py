@@ -1,7 +1,7 @@
 """`triptych export-text DIR`: writes a model's text files, from a running process or from a model's path.
 
-Only a worker opens models. For a path a worker is therefore started here, simulated (without torch
-and weights), asked, and stopped.
+Only a worker opens models. For a path one is therefore started here, asked, and stopped; for a
+folder a simulated one, which loads neither torch nor weights.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from services.common.channel import backoff, connect
 from services.common.settings import Settings, SettingsError, build_parser, knob
 
 _START_S = 60.0
+_US = common_pb2.Peer(role="cli", name="export-text", incarnation=1, contract_min=1, contract_max=1)
+"""A worker loads for an engine, so this is what we are to our own one."""
 
 
 class ExportSettings(Settings):
@@ -42,8 +44,7 @@ def main(command: str, argv: Sequence[str]) -> int:
     given = vars(parser.parse_args(list(argv)))
     folder: Path = given.pop("folder")
     settings = ExportSettings.resolve(given)
-    sources = [settings.engine, settings.worker, settings.model]
-    if sum(source is not None for source in sources) != 1:
+    if sum(source is not None for source in (settings.engine, settings.worker, settings.model)) != 1:
         raise SettingsError("name one source: --engine ADDRESS, --worker ADDRESS or --model PATH")
     return client.run(_export(settings, folder))
 
@@ -56,7 +57,8 @@ async def _export(settings: ExportSettings, folder: Path) -> None:
         async with connect(settings.worker) as channel:
             files = await _collect(_from_worker(channel))
     else:
-        files = await _from_path(settings.model or Path())
+        assert settings.model
+        files = await _from_path(settings.model, _is_folder(settings.model))
     _write(folder, files)
 
 
@@ -72,10 +74,11 @@ async def _from_worker(channel: grpc.aio.Channel) -> AsyncIterator[common_pb2.Te
         yield message.chunk
 
 
-async def _from_path(model: Path) -> dict[str, bytes]:
+async def _from_path(model: Path, simulated: bool) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory(prefix="triptych-", dir="/tmp") as private:
         address = f"unix:{private}/worker"
-        options = ["--simulated", f"--model={model}", f"--listen={address}", "--metrics-port=0", "--log-level=error"]
+        options = [f"--model={model}", f"--listen={address}", "--metrics-port=0", "--log-level=error", "--drain-s=0"]
+        options += ["--simulated"] * simulated
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "services.local.child", "services.worker", *options, stdin=subprocess.PIPE
         )
@@ -89,6 +92,10 @@ async def _from_path(model: Path) -> dict[str, bytes]:
             await process.wait()
 
 
+def _is_folder(model: Path) -> bool:
+    return model.is_dir()
+
+
 async def _load(channel: grpc.aio.Channel, model: Path, process: asyncio.subprocess.Process) -> None:
     """Waits for our own worker and has it open the model."""
     stub = worker_pb2_grpc.WorkerServiceStub(channel)
@@ -97,7 +104,7 @@ async def _load(channel: grpc.aio.Channel, model: Path, process: asyncio.subproc
             if process.returncode is not None:
                 raise SettingsError(f"--model: the worker cannot read {model}; its log stands above")
             try:
-                await stub.Load(worker_pb2.LoadRequest(engine=common_pb2.Peer(role="cli", incarnation=1)))
+                await stub.Load(worker_pb2.LoadRequest(engine=_US))
                 return
             except grpc.aio.AioRpcError as error:
                 if error.code() != grpc.StatusCode.UNAVAILABLE:

@@ -103,11 +103,12 @@ def _argument(role: str, name: str) -> dict[str, Any]:
 
 def _cluster(model: str, knobs: dict[str, dict[str, Any]]) -> Cluster:
     gateway = GatewaySettings.resolve(knobs["gateway"])
-    model = model or WorkerSettings.resolve(knobs["worker"]).model
-    if not model:
+    worker = WorkerSettings.resolve(knobs["worker"])
+    model = model or worker.model
+    if not model and EngineSettings.resolve(knobs["engine"]).served_model_name is None:
+        knobs["engine"]["served_model_name"] = "simulated" if worker.simulated else demo.NAME
+    if not model and not worker.simulated:
         model = str(demo.fetch())
-        if EngineSettings.resolve(knobs["engine"]).served_model_name is None:
-            knobs["engine"]["served_model_name"] = demo.NAME
     for role, cls in (("engine", EngineSettings), ("worker", WorkerSettings)):
         knobs[role]["metrics_port"] = cls.resolve(knobs[role]).metrics_port
     return Cluster(

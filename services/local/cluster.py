@@ -174,21 +174,17 @@ class Cluster:
 
     def _arguments(self, role: str) -> list[str]:
         worker, engine = (f"unix:{self.folder}/{name}" for name in ("worker", "engine"))
-        ours: dict[str, dict[str, Any]] = {
-            "worker": {"listen": worker, "metrics_port": self._metrics_ports["worker"], "model": self._model},
-            "engine": {"listen": engine, "metrics_port": self._metrics_ports["engine"], "worker": worker},
-            "gateway": {
-                "engine": engine,
-                "host": self.host,
-                "http_port": self.http_port,
-                "grpc_port": self.grpc_port,
-            },
+        clients = {"host": self.host, "http_port": self.http_port, "grpc_port": self.grpc_port}
+        usual: dict[str, Any] = {"log_style": "text", "drain_s": self._drain_s}
+        wired: dict[str, dict[str, Any]] = {
+            "worker": {"listen": worker, "model": self._model},
+            "engine": {"listen": engine, "worker": worker},
+            "gateway": {"engine": engine, **clients},
         }
-        shared = {"log_style": "text", "drain_s": self._drain_s}
-        arguments: list[str] = []
-        for name, value in {**shared, **ours[role], **self._knobs[role]}.items():
-            arguments += _spell(name, value)
-        return arguments
+        if role != "gateway":
+            usual["metrics_port"] = 0
+        given = {**usual, **self._knobs[role], **wired[role]}
+        return [word for name, value in given.items() for word in _spell(name, value)]
 
 
 def free_port(host: str = "127.0.0.1") -> int:

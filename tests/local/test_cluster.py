@@ -22,14 +22,14 @@ PATIENCE_S = 30
 
 
 @pytest.fixture(scope="module")
-def cluster(demo_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A simulated worker with the demo model's tokenizer, whose every answer is scripted."""
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A simulated worker whose every answer is scripted."""
     folder = tmp_path_factory.mktemp("cluster")
     script = folder / "script.json"
     script.write_text(json.dumps({"otherwise": {"text": "It scatters."}}))
     with (
         (folder / "log").open("ab") as log,
-        Cluster(model=demo_gguf, worker={"simulated": True, "script": script}, log=log) as running,
+        Cluster(worker={"simulated": True, "script": script}, log=log) as running,
     ):
         yield running
 
@@ -78,8 +78,8 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_leaves_no_process_and_no_socket(number: signal.Signals, demo_gguf: Path) -> None:
-    process = serve(str(demo_gguf), "--ask=Hello", "--max-model-len=512")
+def test_a_signal_leaves_no_process_and_no_socket(number: signal.Signals) -> None:
+    process = serve("--ask=Hello", "--max-model-len=512")
     wait_for_line(process, "Ready. ")
     wait_for_line(process, "Ctrl-C")
     pids = children(process.pid)
@@ -94,8 +94,8 @@ def test_a_signal_leaves_no_process_and_no_socket(number: signal.Signals, demo_g
     assert not any(path.parent.exists() for path in sockets)
 
 
-def test_children_end_when_their_parent_is_killed(demo_gguf: Path) -> None:
-    process = serve(str(demo_gguf))
+def test_children_end_when_their_parent_is_killed() -> None:
+    process = serve()
     wait_for_line(process, "Ready. ")
     pids = children(process.pid)
     process.kill()
@@ -103,8 +103,8 @@ def test_children_end_when_their_parent_is_killed(demo_gguf: Path) -> None:
     wait_gone(pids)
 
 
-def test_a_role_that_crashes_ends_the_cluster_with_a_message(demo_gguf: Path) -> None:
-    process = serve(str(demo_gguf))
+def test_a_role_that_crashes_ends_the_cluster_with_a_message() -> None:
+    process = serve()
     wait_for_line(process, "Ready. ")
     pids = children(process.pid)
     os.kill(pids[0], signal.SIGKILL)
@@ -165,15 +165,20 @@ async def test_an_answer_can_be_given_up(cluster: Cluster, capsys: pytest.Captur
     assert len(capsys.readouterr().out) < len("It scatters.\n")
 
 
-def test_export_text(cluster: Cluster, demo_gguf: Path, tmp_path: Path) -> None:
-    for name, source in {
-        "engine": f"unix:{cluster.folder}/engine",
-        "worker": f"unix:{cluster.folder}/worker",
-        "model": demo_gguf,
-    }.items():
-        assert export_text.main("export-text", [str(tmp_path / name), f"--{name}={source}"]) == 0
-    engine, worker, model = (
-        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("engine", "worker", "model")
-    )
+def exported(folder: Path, *source: str) -> dict[str, bytes]:
+    assert export_text.main("export-text", [str(folder), *source]) == 0
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_export_text_from_running_processes_and_from_a_folder(cluster: Cluster, tmp_path: Path) -> None:
+    engine = exported(tmp_path / "engine", f"--engine=unix:{cluster.folder}/engine")
+    worker = exported(tmp_path / "worker", f"--worker=unix:{cluster.folder}/worker")
+    again = exported(tmp_path / "again", f"--model={tmp_path / 'worker'}")
     assert "tokenizer.json" in engine
-    assert engine == worker == model
+    assert engine == worker == again
+
+
+def test_export_text_from_a_gguf(demo_gguf: Path, tmp_path: Path) -> None:
+    files = exported(tmp_path / "text", f"--model={demo_gguf}")
+    assert json.loads(files["config.json"])["model_type"] == "llama"
+    assert "tokenizer.json" in files

@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 from services.local.cluster import free_port
+from services.worker.toy_text import toy_text_files
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -77,7 +78,7 @@ class Deployed:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def here(self, text: str) -> str:
-        """Host names become loopback, each port one that is free, the model's path the demo model's."""
+        """Host names become loopback, each port one that is free, the model's path a toy's."""
         text = re.sub(r"^/models/.*", str(self.model), text)
         text = re.sub(r"\b(0\.0\.0\.0|127\.0\.0\.1|worker|engine|gateway):(\d+)", self._address, text)
         return re.sub(r"^0\.0\.0\.0$", "127.0.0.1", re.sub(r"^\d{4,5}$", lambda found: self.port(found[0]), text))
@@ -118,8 +119,12 @@ class Deployed:
 
 
 @pytest.fixture
-def deployed(demo_gguf: Path, tmp_path: Path) -> Iterator[Deployed]:
-    services = Deployed(demo_gguf, tmp_path / "log")
+def deployed(tmp_path: Path) -> Iterator[Deployed]:
+    model = tmp_path / "model"
+    model.mkdir()
+    for name, data in toy_text_files(256).items():
+        (model / name).write_bytes(data)
+    services = Deployed(model, tmp_path / "log")
     yield services
     for process in services.processes.values():
         process.kill()

@@ -89,10 +89,10 @@ def test_it_runs_outside_the_repository(installed: Path) -> None:
     assert str(installed) in where.stdout
 
 
-def test_it_serves_outside_the_repository(installed: Path, demo_gguf: Path) -> None:
+def test_it_serves_outside_the_repository(installed: Path) -> None:
     options = ["--simulated", "--engine-metrics-port=0", "--worker-metrics-port=0", f"--grpc-port={free_port()}"]
     process = subprocess.Popen(
-        triptych(installed, "serve", str(demo_gguf), f"--http-port={free_port()}", "--ask=Hello", *options),
+        triptych(installed, "serve", f"--http-port={free_port()}", "--ask=Hello", *options),
         cwd=installed,
         stdout=subprocess.PIPE,
         text=True,

@@ -11,14 +11,16 @@ simulated     a runner without a model: scripted or random answers, and a cost m
 script        what a simulated worker answers, and where it fails
 toy_text      text files for a simulated worker without a folder
 runner        the real runner: states → batch → forward → sample → result
+trial         the largest step, run for the memory that it takes
 memory        the memory sum
 sampling/     from logits to tokens
+loading       a model path into a ready model
+text_files    tokenizer, config and template of a model as files
 weights       weights by name, from safetensors or GGUF
 gguf_file     reading GGUF
-text_files    tokenizer, config and template of a model as files
 models/       the mathematics of each architecture
-layers        linear layers, norms, embeddings
-attention     attention over the paged cache
+layers        the weights of a decoder, ready to be used
+attention     attention of one step over the paged cache
 cache         the KV tensors
 states        a fixed row for each request: its ids and blocks
 batch         the flat input of one forward pass

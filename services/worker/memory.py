@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import resource
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from services.common.errors import FailedPrecondition
@@ -48,22 +49,29 @@ def human(size: int) -> str:
 
 def available_bytes() -> int:
     """Memory that this process may still take: what the machine has free, within its control group."""
-    free = _meminfo("MemAvailable")
+    free = _field("/proc/meminfo", "MemAvailable")
     limit, used = _cgroup("memory.max"), _cgroup("memory.current")
     return free if limit is None or used is None else max(0, min(free, limit - used))
 
 
-def resident_bytes() -> int:
-    """Memory that the process holds now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
+def peak_bytes(work: Callable[[], object]) -> int:
+    """By how much the process's resident memory grows, at most, while `work` runs."""
+    with suppress(OSError):  # without it the peak of an earlier moment may hide some of the growth
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    before = _status("VmRSS")
+    work()
+    return max(0, _status("VmHWM") - before)
 
 
-def _meminfo(name: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
+def _status(name: str) -> int:
+    return _field("/proc/self/status", name)
+
+
+def _field(path: str, name: str) -> int:
+    for line in Path(path).read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise FailedPrecondition(f"/proc/meminfo has no {name}")
+    raise FailedPrecondition(f"{path} has no {name}")
 
 
 def _cgroup(name: str) -> int | None:

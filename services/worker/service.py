@@ -297,16 +297,18 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
     def _answer(self, stream: _Stream, step: worker_pb2.Step) -> worker_pb2.StepResult:
         """One step, on the step thread."""
         begun = time.monotonic_ns()
-        try:
-            if stream.closed or self._shape is None or self._model is None or self._stepper.skips(step.resync):
-                return wire.encode_skipped(step.step_id)
+
+        def run() -> worker_pb2.StepResult | None:
+            if stream.closed or self._shape is None or self._model is None:
+                return None
             bounds = wire.Bounds(self._shape, len(self._model.kv_groups), self._model.vocab_size)
             output = self._stepper.run_step(wire.decode_step(step, bounds))
             return wire.encode_result(output, (time.monotonic_ns() - begun) // 1000)
-        except Exception as error:
-            return wire.encode_failed(step.step_id, self._stepper.fail(error, step.step_id))
-        finally:
-            self._stepper.expected_done()
+
+        result = self._stepper.attempt(step.step_id, step.resync, run)
+        if isinstance(result, TriptychError):
+            return wire.encode_failed(step.step_id, result)
+        return result or wire.encode_skipped(step.step_id)
 
     # Shared checks.
 

@@ -47,7 +47,8 @@ _log = Log("worker.simulated")
 _BYTES_PER_TOKEN = 1024
 _KV_CACHE_BYTES = 1 << 30
 _WORD = re.compile(r"[Ġ▁]?[A-Za-z]+|Ġ")
-_TEXT_FILE = (".json", ".jinja", ".txt", ".model")
+_TEXT_FILE = (".json", ".jinja")
+_WEIGHT_INDEX = ".index.json"
 _FLUSH_S = 0.2  # results of earlier steps leave the process before it dies
 
 
@@ -278,8 +279,12 @@ class SimulatedRunner:
 def _read_text_files(folder: str) -> dict[str, bytes]:
     path = Path(folder)
     if not path.is_dir():
-        raise InvalidArgument(f"{folder!r} is not a folder with text files of a model", field="model_path")
-    files = {item.name: item.read_bytes() for item in sorted(path.iterdir()) if item.name.endswith(_TEXT_FILE)}
+        raise InvalidArgument(
+            f"{folder!r} is not a folder with text files of a model (`triptych export-text` makes one)",
+            field="model_path",
+        )
+    names = sorted(item.name for item in path.iterdir() if item.name.endswith(_TEXT_FILE))
+    files = {name: (path / name).read_bytes() for name in names if not name.endswith(_WEIGHT_INDEX)}
     if "tokenizer.json" not in files:
         raise InvalidArgument(f"{folder!r} has no tokenizer.json", field="model_path")
     return files

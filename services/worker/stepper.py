@@ -76,7 +76,7 @@ class _Held:
 
 
 class Stepper:
-    """Runs steps on a runner, one after another. `run_step` and `reset` belong on the step thread."""
+    """Runs steps on a runner, one after another. `attempt`, `run_step` and `reset` belong on the step thread."""
 
     def __init__(self, runner: Runner, metrics: WorkerMetrics) -> None:
         self.steps = 0
@@ -93,11 +93,6 @@ class Stepper:
             self._progress = time.monotonic()
         self._pending += 1
 
-    def expected_done(self) -> None:
-        """A received step has its answer, or never will."""
-        self._pending -= 1
-        self._progress = time.monotonic()
-
     @property
     def silence_s(self) -> float:
         """Seconds since the last completed step while one is pending."""
@@ -110,16 +105,23 @@ class Stepper:
         self._failed = False
         self._runner.reset()
 
-    def skips(self, resync: bool) -> bool:
-        """Whether a step is to be answered SKIPPED; one flagged resync clears the failed state."""
+    def attempt(self, step_id: int, resync: bool, run: Callable[[], _T]) -> _T | TriptychError | None:
+        """What `run` gives, the error that fails the step as a whole, or None where the step is skipped."""
         if resync:
             self._failed = False
-        if self._failed:
-            self._metrics.step_lost("skipped")
-        return self._failed
+        try:
+            if self._failed:
+                self._metrics.step_lost("skipped")
+                return None
+            return run()
+        except Exception as error:
+            return self._fail(error, step_id)
+        finally:
+            self._pending -= 1
+            self._progress = time.monotonic()
 
-    def fail(self, error: BaseException, step_id: int) -> TriptychError:
-        """Enters the failed state; the answer names the error, or an id that stands in the log."""
+    def _fail(self, error: Exception, step_id: int) -> TriptychError:
+        """Enters the failed state; the answer is the error, or one with an id that stands in the log."""
         self._failed = True
         self._metrics.step_lost("failed")
         if isinstance(error, TriptychError):
@@ -139,7 +141,10 @@ class Stepper:
             self._held[new.row] = _Held(new, begun)
         sound, faulty = self._split(step)
         output = self._runner.execute(sound)
-        output = replace(output, results=(*output.results, *faulty))
+        if faulty:
+            place = {row: index for index, row in enumerate(step.rows.tolist())}
+            results = sorted((*output.results, *faulty), key=lambda result: place[result.row])
+            output = replace(output, results=tuple(results))
         self.steps += 1
         self._account(step, output, time.monotonic() - begun)
         return output

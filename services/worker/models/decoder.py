@@ -6,6 +6,8 @@ V vocabulary   S positions that give logits   E = A / 2 rotated pairs
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kernels.dispatch import Ops
@@ -30,6 +32,14 @@ class Decoder:
         self._ops = ops
         inv_freq_E, self._rope_scale = frequencies(config.rope, config.head_dim)
         self._inv_freq_E = inv_freq_E.to(self.device)
+
+    def one_layer(self) -> Decoder:
+        """The same model with the one layer that sees furthest: it takes as much memory for a step as the whole."""
+        widest = max(
+            range(self.config.num_layers), key=lambda index: self.config.windows[index] or self.config.max_model_len
+        )
+        config = replace(self.config, windows=(self.config.windows[widest],))
+        return Decoder(config, replace(self._weights, layers=(self._weights.layers[widest],)), self._ops)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:

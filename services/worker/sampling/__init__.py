@@ -1,9 +1,16 @@
 """From logits to tokens: a pure function of (logits, parameters, seed, position).
 
-sampler      the order of operations, and which rows need which of them
-logprobs     log probabilities and ranks from the raw logits
-cutoffs      min-p, top-k and top-p: which candidates survive
-features     what edits single logits: allowed and banned ids, min-tokens, bias, penalties
-noise        Gumbel noise per candidate from the counter
+Order of operations: [grammar mask], allowed and banned ids, min-tokens, logit bias, penalties,
+temperature, min-p, top-k, top-p, Gumbel-max. Log probabilities come from the logits before all of it.
+
+sampler      the order, and which rows need which part of it
+draw         temperature to Gumbel-max, for many rows at once
+masks        features that forbid: allowed ids, banned sequences, min-tokens
+bias         the feature that adds: logit bias
+penalties    the feature that discourages: repetition, frequency, presence
+feature      what a feature is
+logprobs     log probabilities and ranks
+order        the likeliest tokens in one strict order
+noise        Gumbel noise of a candidate
 counter      the integer hash behind all randomness; needs no torch
 """

@@ -1,0 +1,200 @@
+"""The real runner: rows → flat batch → forward → sample → result.
+
+It decides nothing about what runs, and knows no gRPC.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+
+from services.common.errors import FailedPrecondition, InvalidArgument
+from services.worker.cache import KVCache
+from services.worker.config import WorkerSettings
+from services.worker.loading import load_model
+from services.worker.memory import available_bytes, human, peak_bytes, plan_memory
+from services.worker.models.decoder import Decoder
+from services.worker.sampling.logprobs import candidates
+from services.worker.sampling.sampler import Sampler
+from services.worker.states import Span, States
+from services.worker.step import (
+    PROMPT_LOGPROBS,
+    ROW_FAILED,
+    ROW_NOT_FINITE,
+    SAMPLES,
+    CacheShape,
+    Candidate,
+    LoadedModel,
+    MemoryPlan,
+    NewRow,
+    PromptLogprobs,
+    RowResult,
+    StepInput,
+    StepOutput,
+)
+from services.worker.trial import trial_step
+
+
+class TorchRunner:
+    """Runs steps of a torch model. All calls come from one thread."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.device: str = settings.device
+        self._settings = settings
+        self._model: Decoder | None = None
+        self._loaded: LoadedModel | None = None
+        self._cache: KVCache | None = None
+        self._states: States | None = None
+        self._sampler: Sampler | None = None
+
+    def load(self, model_path: str, dtype: str | None) -> LoadedModel:
+        """Reads the weights. The number of threads is set here because it belongs to the thread that steps."""
+        if not model_path:
+            raise FailedPrecondition("no model is named, neither by --model nor by the engine", field="model_path")
+        settings = self._settings
+        torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
+        self._model, self._loaded = load_model(
+            model_path,
+            dtype=dtype or settings.dtype,
+            device=settings.device,
+            ops=settings.ops,
+            deterministic=settings.deterministic,
+        )
+        return self._loaded
+
+    def plan_memory(self, shape: CacheShape, kv_cache_bytes: int | None) -> MemoryPlan:
+        """Runs the largest step on one layer, and gives KV what the settings say of the rest."""
+        model, loaded = self._model_of("plan memory")
+        if len(loaded.kv_groups) != 1:
+            raise InvalidArgument("models with more than one KV group are not supported by this worker")
+        step_bytes = peak_bytes(lambda: trial_step(model.one_layer(), shape))
+        free = available_bytes()
+        wanted = kv_cache_bytes or self._settings.kv_cache_bytes
+        if wanted is None:
+            wanted = int(max(0, free - step_bytes) * self._settings.kv_cache_fraction)
+        elif wanted + step_bytes > free:
+            raise FailedPrecondition(
+                f"the KV cache of {human(wanted)} and the largest step of {human(step_bytes)} do not fit in the"
+                f" {human(free)} that are free beside the weights of {human(loaded.weight_bytes)}:"
+                f" lower --kv-cache-bytes, or the engine's --max-num-batched-tokens or --max-num-seqs",
+                field="kv_cache_bytes",
+            )
+        return plan_memory(
+            shape,
+            loaded.kv_groups[0].bytes_per_token,
+            weight_bytes=loaded.weight_bytes,
+            step_bytes=step_bytes,
+            kv_cache_bytes=wanted,
+        )
+
+    def init_cache(self, shape: CacheShape) -> None:
+        """Allocates the KV cache and the rows."""
+        model, loaded = self._model_of("allocate the KV cache")
+        self._cache = None  # the old one goes before the new one comes
+        self._cache = KVCache(model.kv_layout, shape, model.device)
+        self._states = States(shape)
+        self._sampler = Sampler(loaded.vocab_size, model.device)
+
+    def reset(self) -> None:
+        """Empties all rows."""
+        if self._states is not None and self._sampler is not None:
+            for row in self._states.clear():
+                self._sampler.free(row)
+
+    @torch.inference_mode()
+    def execute(self, step: StepInput) -> StepOutput:
+        """Runs one step."""
+        model, _ = self._model_of("execute")
+        if self._states is None or self._sampler is None or self._cache is None:
+            raise FailedPrecondition("there is no KV cache: call InitCache first")
+        states, sampler = self._states, self._sampler
+        for row in step.freed_rows.tolist():
+            states.free(row)
+            sampler.free(row)
+        for new in step.new_rows:
+            states.add(new)
+            sampler.add(new)
+        states.grow(step)
+        spans, bad = states.spans(step)
+        results = {row: RowResult(row, _epoch(states.request(row)), ROW_FAILED) for row in bad}
+        if not spans:
+            return StepOutput(step.step_id, tuple(results.values()))
+        last = _ends(spans)
+        sampling = [index for index, span in enumerate(spans) if span.flags & SAMPLES]
+        batch = states.batch(spans, [last[index] for index in sampling])
+        hidden_TD = model.forward(batch, self._cache)
+        prompts = list(self._prompt_logprobs(model, states, spans, hidden_TD, results))
+        if sampling:
+            logits_NV = model.logits(hidden_TD[batch.logits_at_S])
+            self._sample(states, sampler, [spans[index] for index in sampling], logits_NV, results)
+        ordered = (results[row] for row in step.rows.tolist() if row in results)
+        return StepOutput(step.step_id, tuple(ordered), tuple(prompts))
+
+    def _sample(
+        self,
+        states: States,
+        sampler: Sampler,
+        spans: list[Span],
+        logits_NV: torch.Tensor,
+        results: dict[int, RowResult],
+    ) -> None:
+        """Samples after the last token of each span and appends the token to its row."""
+        rows = [span.row for span in spans]
+        sampled = sampler.sample(logits_NV, rows, [states.tokens(span.row, span.end) for span in spans])
+        for span, choice in zip(spans, sampled, strict=True):
+            epoch = _epoch(states.request(span.row))
+            if choice.token is None or span.end != states.length(span.row):
+                results.setdefault(span.row, RowResult(span.row, epoch, choice.status or ROW_FAILED))
+                continue
+            states.append(span.row, choice.token)
+            logprobs = (choice.logprobs,) if choice.logprobs else ()
+            results.setdefault(span.row, RowResult(span.row, epoch, choice.status, (choice.token,), logprobs))
+
+    def _prompt_logprobs(
+        self,
+        model: Decoder,
+        states: States,
+        spans: list[Span],
+        hidden_TD: torch.Tensor,
+        results: dict[int, RowResult],
+    ) -> Iterator[PromptLogprobs]:
+        """Log probabilities of the tokens behind those computed, as far as they are in the prompt."""
+        for span, last in zip(spans, _ends(spans), strict=True):
+            request = states.request(span.row)
+            if not span.flags & PROMPT_LOGPROBS or request is None or request.sampling.prompt_logprobs is None:
+                continue
+            first = last + 1 - (span.end - span.start)
+            count = max(0, min(span.end, request.prompt_len - 1) - span.start)
+            tokens = states.tokens(span.row, span.start + count + 1)[span.start + 1 :].tolist()
+            entries: list[tuple[Candidate, ...]] = [] if span.start else [()]
+            for begin in range(0, count, self._settings.logits_rows):
+                end = min(begin + self._settings.logits_rows, count)
+                logits_NV = model.logits(hidden_TD[first + begin : first + end])
+                if not bool(torch.isfinite(logits_NV).all()):
+                    results[span.row] = RowResult(span.row, request.epoch, ROW_NOT_FINITE)
+                    break
+                tops = [request.sampling.prompt_logprobs] * (end - begin)
+                entries += candidates(logits_NV, tokens[begin:end], tops)
+            else:
+                yield PromptLogprobs(span.row, request.epoch, span.start + 1 if span.start else 0, tuple(entries))
+
+    def _model_of(self, wish: str) -> tuple[Decoder, LoadedModel]:
+        if self._model is None or self._loaded is None:
+            raise FailedPrecondition(f"cannot {wish}: no model is loaded")
+        return self._model, self._loaded
+
+
+def _ends(spans: list[Span]) -> list[int]:
+    """The flat position of each span's last token."""
+    ends: list[int] = []
+    total = 0
+    for span in spans:
+        total += span.end - span.start
+        ends.append(total - 1)
+    return ends
+
+
+def _epoch(request: NewRow | None) -> int:
+    return request.epoch if request is not None else 0

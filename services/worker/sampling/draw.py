@@ -1,0 +1,132 @@
+"""Temperature, min-p, top-k, top-p and Gumbel-max for many rows at once.
+
+    scaled = (logits - best) / temperature                              the best is 0
+    survivors: exp(scaled) >= min_p, then the first top_k, then the smallest head with top_p of their mass
+    token = argmax of scaled + noise(seed, position, id) over the survivors
+
+A row with cutoffs is decided among its likeliest few; only where those do not settle it is the row
+sorted. A row without cutoffs looks at all tokens with rough noise, and at the best with exact noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from services.worker.sampling.noise import counters, gumbel, nearly
+from services.worker.sampling.order import largest
+
+_HEAD = 256  # likeliest tokens that are looked at first
+_ROUGH = 0.125  # more than twice what rough noise may be off
+
+
+@dataclass(slots=True, frozen=True)
+class Cut:
+    """How the candidates of a row are cut; `key` names its noise."""
+
+    key: int
+    temperature: float
+    top_k: int  # below the vocabulary size; 0 keeps all
+    top_p: float
+    min_p: float
+
+    @property
+    def cuts(self) -> bool:
+        """Whether any candidate may be dropped."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+class Drawing:
+    """Draws tokens. Holds nothing but tables."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._vocab_size = vocab_size
+        self._counters_V = counters(torch.arange(vocab_size, device=device))
+
+    def draw(self, logits_NV: torch.Tensor, best_N1: torch.Tensor, cuts: Sequence[Cut]) -> list[int]:
+        """One token per row. Overwrites the logits with the scaled ones."""
+        scaled_NV = logits_NV.sub_(best_N1).div_(self._column([cut.temperature for cut in cuts], logits_NV.dtype))
+        tokens = [0] * len(cuts)
+        some = [index for index, cut in enumerate(cuts) if cut.cuts]
+        for index in range(len(cuts)):
+            if not cuts[index].cuts:
+                tokens[index] = self._among_all(scaled_NV[index], cuts[index].key)
+        if some:
+            rows_NV = scaled_NV if len(some) == len(cuts) else scaled_NV[some]
+            for index, token in zip(some, self._among_head(rows_NV, [cuts[i] for i in some]), strict=True):
+                tokens[index] = token
+        return tokens
+
+    def _column(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=self._device).unsqueeze(-1)
+
+    def _among_all(self, scaled_V: torch.Tensor, key: int) -> int:
+        total_V = scaled_V + nearly(key, self._counters_V)
+        near = (total_V >= total_V.max() - _ROUGH).nonzero().flatten().unsqueeze(0)
+        return self._best(scaled_V[near], near, [key])[0]
+
+    def _among_head(self, scaled_NV: torch.Tensor, cuts: Sequence[Cut]) -> list[int]:
+        only_top_k = all(0 < cut.top_k <= _HEAD for cut in cuts)
+        head = max(cut.top_k for cut in cuts) if only_top_k else _HEAD
+        head = min(head, self._vocab_size)
+        mass_N1 = self._mass(scaled_NV, cuts)
+        values_NK, ids_NK = largest(scaled_NV, head)
+        kept_N, settled_N = self._survivors(values_NK, mass_N1, cuts)
+        width = int(kept_N.max())
+        tokens = self._best(self._first(values_NK, kept_N, width), ids_NK[:, :width], [cut.key for cut in cuts])
+        for index in (~settled_N).nonzero().flatten().tolist():
+            tokens[index] = self._among_sorted(scaled_NV[index : index + 1], cuts[index])
+        return tokens
+
+    def _among_sorted(self, scaled_1V: torch.Tensor, cut: Cut) -> int:
+        values_1V, ids_1V = largest(scaled_1V, self._vocab_size)
+        kept_1, _ = self._survivors(values_1V, self._mass(scaled_1V, [cut]), [cut])
+        width = int(kept_1[0])
+        return self._best(values_1V[:, :width], ids_1V[:, :width], [cut.key])[0]
+
+    def _mass(self, scaled_NV: torch.Tensor, cuts: Sequence[Cut]) -> torch.Tensor:
+        """What top_p is a part of where no other cutoff comes before it: the mass of all tokens."""
+        mass = [0.0] * len(cuts)
+        for index, cut in enumerate(cuts):
+            if cut.top_p < 1 and cut.min_p == 0 and cut.top_k == 0:
+                mass[index] = float(scaled_NV[index].double().exp_().sum())
+        return self._column(mass, torch.float64)
+
+    def _survivors(
+        self, values_NK: torch.Tensor, mass_N1: torch.Tensor, cuts: Sequence[Cut]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """How many of the K likeliest survive, and whether that is settled by looking at K alone."""
+        width, vocab = values_NK.shape[-1], self._vocab_size
+        values = values_NK.double()
+        top_k = torch.tensor([cut.top_k or vocab for cut in cuts], device=self._device).unsqueeze(-1)
+        top_p = self._column([cut.top_p for cut in cuts], torch.float64)
+        low = torch.log(self._column([cut.min_p for cut in cuts], torch.float64))
+        keep = (values >= low) & (torch.arange(width, device=self._device) < top_k)
+        count = keep.sum(-1, keepdim=True)
+        complete = (count < width) | (top_k <= width)
+        if width == vocab:
+            complete = torch.ones_like(complete)
+        weights = values.exp() * keep
+        sums = weights.cumsum(-1)
+        whole = torch.where(complete & ((top_k < vocab) | (low > -torch.inf)), sums[:, -1:], mass_N1)
+        headed = keep & ((sums - weights < top_p * whole) | (top_p >= 1))
+        headed[:, 0] = True
+        kept = headed.sum(-1, keepdim=True)
+        settled = complete | ((top_p < 1) & (mass_N1 > 0) & (kept < width))
+        return kept.squeeze(-1), settled.squeeze(-1)
+
+    def _first(self, values_NK: torch.Tensor, kept_N: torch.Tensor, width: int) -> torch.Tensor:
+        """The `width` first values, those behind the survivors of each row at -inf."""
+        places = torch.arange(width, device=self._device)
+        return values_NK[:, :width].masked_fill(places >= kept_N.unsqueeze(-1), -torch.inf)
+
+    def _best(self, values_NK: torch.Tensor, ids_NK: torch.Tensor, keys: Sequence[int]) -> list[int]:
+        """Gumbel-max: the candidate whose value plus noise is the largest; the lowest id among equals."""
+        keys_N1 = torch.tensor(keys, dtype=torch.int64, device=self._device).unsqueeze(-1)
+        totals = values_NK.double() + gumbel(keys_N1, ids_NK)
+        ids = ids_NK.masked_fill(totals < totals.max(-1, keepdim=True).values, self._vocab_size)
+        tokens: list[int] = ids.min(-1).values.tolist()
+        return tokens

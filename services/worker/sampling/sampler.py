@@ -1,0 +1,138 @@
+"""Samples one token for each row of a step, in the order that the package's docstring gives.
+
+    raw logits ── finite? ── features edit a copy ── greedy: argmax
+                                                  └─ else: draw
+
+A row that is greedy and asks for no feature costs its share of one argmax over all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from services.worker.sampling.bias import LogitBias
+from services.worker.sampling.counter import key, signed
+from services.worker.sampling.draw import Cut, Drawing
+from services.worker.sampling.feature import Feature
+from services.worker.sampling.logprobs import candidates
+from services.worker.sampling.masks import AllowedIds, BannedSequences, MinTokens
+from services.worker.sampling.penalties import Penalties
+from services.worker.step import ROW_FAILED, ROW_NOT_FINITE, ROW_OK, Candidate, Int32, NewRow, SamplingParams
+
+GREEDY_UP_TO = 1e-4
+"""Temperatures up to it are greedy: a token whose logit is 0.001 behind would win once in 20,000 times."""
+
+
+@dataclass(slots=True, frozen=True)
+class Sampled:
+    """What one row gave; `token` is None unless the status is ROW_OK."""
+
+    status: int
+    token: int | None
+    logprobs: tuple[Candidate, ...] = ()
+
+
+class Sampler:
+    """The parameters of each row, and the features that edit its logits."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._params: dict[int, SamplingParams] = {}
+        self._drawing = Drawing(vocab_size, device)
+        self._features: tuple[Feature[Any], ...] = (
+            AllowedIds(device),
+            BannedSequences(device),
+            MinTokens(device),
+            LogitBias(device),
+            Penalties(device, vocab_size),
+        )
+
+    def add(self, new: NewRow) -> None:
+        """A request is put on a row."""
+        self.free(new.row)
+        self._params[new.row] = new.sampling
+        for feature in self._features:
+            feature.add(new)
+
+    def free(self, row: int) -> None:
+        """The row holds no request any more."""
+        self._params.pop(row, None)
+        for feature in self._features:
+            feature.free(row)
+
+    def params(self, row: int) -> SamplingParams:
+        """How the tokens of the row are chosen."""
+        return self._params[row]
+
+    def sample(self, logits_NV: torch.Tensor, rows: Sequence[int], tokens: Sequence[Int32]) -> list[Sampled]:
+        """One result per row; `tokens` are the ids that stand before the one to be sampled."""
+        best, best_values = _argmax(logits_NV)
+        finite = torch.isfinite(best_values).tolist()
+        sampled = [
+            Sampled(ROW_OK, token) if ok else Sampled(ROW_NOT_FINITE, None)
+            for token, ok in zip(best, finite, strict=True)
+        ]
+        chosen = [index for index, row in enumerate(rows) if finite[index] and not self._plainly_greedy(row)]
+        if chosen:
+            picked = self._pick(logits_NV[chosen], [rows[i] for i in chosen], [tokens[i] for i in chosen])
+            for index, token in zip(chosen, picked, strict=True):
+                sampled[index] = Sampled(ROW_FAILED, None) if token is None else Sampled(ROW_OK, token)
+        self._add_logprobs(sampled, logits_NV, rows)
+        return sampled
+
+    def _plainly_greedy(self, row: int) -> bool:
+        greedy = self._params[row].temperature <= GREEDY_UP_TO
+        return greedy and not any(feature.edits(row) for feature in self._features)
+
+    def _pick(self, logits_NV: torch.Tensor, rows: Sequence[int], tokens: Sequence[Int32]) -> list[int | None]:
+        """Tokens of rows that need more than an argmax of the raw logits; None where nothing may be sampled."""
+        for feature in self._features:
+            feature.apply(logits_NV, rows, tokens)
+        best, best_values = _argmax(logits_NV)
+        possible = (best_values > -torch.inf).tolist()
+        picked: list[int | None] = [token if ok else None for token, ok in zip(best, possible, strict=True)]
+        cuts = {
+            index: self._cut(row, len(tokens[index]))
+            for index, row in enumerate(rows)
+            if possible[index] and self._params[row].temperature > GREEDY_UP_TO
+        }
+        if cuts:
+            drawn = list(cuts)
+            few = len(drawn) < len(rows)
+            logits, values = (logits_NV[drawn], best_values[drawn]) if few else (logits_NV, best_values)
+            tokens_drawn = self._drawing.draw(logits, values.unsqueeze(-1), list(cuts.values()))
+            for index, token in zip(drawn, tokens_drawn, strict=True):
+                picked[index] = token
+        return picked
+
+    def _cut(self, row: int, position: int) -> Cut:
+        params = self._params[row]
+        top_k = params.top_k if params.top_k < self._vocab_size else 0
+        return Cut(signed(key(params.seed, position)), params.temperature, top_k, params.top_p, params.min_p)
+
+    def _add_logprobs(self, sampled: list[Sampled], logits_NV: torch.Tensor, rows: Sequence[int]) -> None:
+        asked = [
+            (index, result.token, top)
+            for index, result in enumerate(sampled)
+            if result.token is not None and (top := self._params[rows[index]].logprobs) is not None
+        ]
+        if asked:
+            indices = [index for index, _, _ in asked]
+            raw_NV = logits_NV if len(indices) == len(rows) else logits_NV[indices]
+            found = candidates(raw_NV, [token for _, token, _ in asked], [top for _, _, top in asked])
+            for index, entries in zip(indices, found, strict=True):
+                sampled[index] = replace(sampled[index], logprobs=entries)
+
+
+def _argmax(logits_NV: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+    """The lowest id among the largest logits of each row, and that logit; NaN counts as the largest."""
+    if logits_NV.device.type == "cpu":  # numpy's is several times faster there
+        ids: list[int] = logits_NV.numpy().argmax(-1).tolist()
+    else:
+        ids = logits_NV.argmax(-1).tolist()
+    index_N1 = torch.tensor(ids, device=logits_NV.device).unsqueeze(-1)
+    return ids, logits_NV.gather(-1, index_N1).squeeze(-1)

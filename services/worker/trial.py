@@ -1,0 +1,43 @@
+"""The largest step that an engine may send, run for the memory that it takes.
+
+All rows see the whole context, one of them computes everything that the budget leaves, all sample
+with every cutoff and log probabilities. The rows share one KV block, so that no cache is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from services.worker.cache import KVCache
+from services.worker.models.decoder import Decoder
+from services.worker.sampling.sampler import Sampler
+from services.worker.states import Span, States
+from services.worker.step import SAMPLES, CacheShape, NewRow, SamplingParams
+
+_PARAMS = SamplingParams(seed=0, temperature=1.0, top_p=0.9, repetition_penalty=1.1, frequency_penalty=0.1, logprobs=20)
+
+
+@torch.inference_mode()
+def trial_step(model: Decoder, shape: CacheShape) -> None:
+    """Runs it."""
+    shape = replace(shape, num_blocks=1)
+    rows = min(shape.max_num_seqs, shape.max_num_batched_tokens)
+    states = States(shape)
+    sampler = Sampler(model.config.vocab_size, model.device)
+    tokens = np.zeros(shape.max_model_len, np.int32)
+    spans: list[Span] = []
+    for row in range(rows):
+        new = NewRow(row, row, tokens, shape.max_model_len, _PARAMS, "trial", None)
+        states.add(new)
+        sampler.add(new)
+        longest = min(shape.max_num_batched_tokens - rows + 1, shape.max_model_len)
+        computed = shape.max_model_len - (longest if row == rows - 1 else 1)
+        spans.append(Span(row, computed, shape.max_model_len, SAMPLES, 0))
+    ends = np.cumsum([span.end - span.start for span in spans]) - 1
+    batch = states.batch(spans, ends.tolist())
+    hidden_TD = model.forward(batch, KVCache(model.kv_layout, shape, model.device))
+    logits_NV = model.logits(hidden_TD[batch.logits_at_S])
+    sampler.sample(logits_NV, [span.row for span in spans], [tokens] * rows)

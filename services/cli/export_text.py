@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from protos import common_pb2, engine_pb2, engine_pb2_grpc, worker_pb2, worker_p
 from services.cli import client
 from services.common.channel import backoff, connect
 from services.common.settings import Settings, SettingsError, build_parser, knob
+from services.local.cluster import CHILD
 
 _START_S = 60.0
 _US = common_pb2.Peer(role="cli", name="export-text", incarnation=1, contract_min=1, contract_max=1)
@@ -75,12 +75,12 @@ async def _from_worker(channel: grpc.aio.Channel) -> AsyncIterator[common_pb2.Te
 
 
 async def _from_path(model: Path, simulated: bool) -> dict[str, bytes]:
-    with tempfile.TemporaryDirectory(prefix="triptych-", dir="/tmp") as private:
+    with tempfile.TemporaryDirectory(prefix="triptych-", dir="/tmp", ignore_cleanup_errors=True) as private:
         address = f"unix:{private}/worker"
         options = [f"--model={model}", f"--listen={address}", "--metrics-port=0", "--log-level=error", "--drain-s=0"]
         options += ["--simulated"] * simulated
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "services.local.child", "services.worker", *options, stdin=subprocess.PIPE
+            *CHILD, private, "services.worker", *options, stdin=subprocess.PIPE
         )
         try:
             async with connect(address) as channel:

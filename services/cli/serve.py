@@ -10,6 +10,7 @@ import argparse
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ _OF_ONE_PROCESS = {"name", "metrics_port"}
 
 _MODEL_HELP = "GGUF file or Hugging Face folder; the demo model if left out"
 _POLL_S = 0.2
+_ECHO_S = 0.5
 
 
 def main(command: str, argv: Sequence[str]) -> int:
@@ -124,13 +126,21 @@ def _cluster(model: str, knobs: dict[str, dict[str, Any]]) -> Cluster:
 
 
 def _stop_at_signal() -> threading.Event:
-    """Set at the first SIGINT or SIGTERM; a second one interrupts the drain."""
+    """Set at the first SIGINT or SIGTERM; a second one interrupts the drain.
+
+    Where a whole process group is signalled, `make` passes the same signal on once more, so that
+    one right after the first is no second one.
+    """
     stop = threading.Event()
+    first = 0.0
 
     def on_signal(_number: int, _frame: object) -> None:
-        if stop.is_set():
+        nonlocal first
+        if not stop.is_set():
+            first = time.monotonic()
+            stop.set()
+        elif time.monotonic() - first > _ECHO_S:
             raise KeyboardInterrupt
-        stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)

@@ -1,13 +1,16 @@
-"""The first lines of a child process: `python -m services.local.child MODULE ARGUMENT…`.
+"""The first lines of a child process: `python -m services.local.child FOLDER MODULE ARGUMENT…`.
 
 The child's standard input is a pipe that the parent holds open and never writes to. When the
 parent ends, in whatever way, the pipe closes and the child ends itself: first as SIGTERM asks, then
 at once. The kernel's own parent-death signal would do neither on other systems nor where the
 parent starts children from a thread, and it needs code between fork and exec, which gRPC forbids.
+
+FOLDER holds the sockets. The last child to end removes it, since a killed parent cannot.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import signal
@@ -29,10 +32,14 @@ def watch_parent() -> None:
 
 def main() -> None:
     """Runs MODULE as `python -m MODULE` does, watched."""
-    module, *arguments = sys.argv[1:]
+    folder, module, *arguments = sys.argv[1:]
     threading.Thread(target=watch_parent, name="watch-parent", daemon=True).start()
     sys.argv[:] = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,9 @@ from services.common.settings import option
 ROLES = ("worker", "engine", "gateway")
 """In the order that they are started; they are stopped in the reverse order."""
 
+CHILD = (sys.executable, "-m", "services.local.child")
+"""The command that runs a module as our child; services.local.child says with which arguments."""
+
 _SOCKET_ROOM = 40
 _POLL_S = 0.05
 _MARGIN_S = 2.0
@@ -109,7 +112,7 @@ class Cluster:
     def start_role(self, role: str) -> None:
         """Starts one role, for the first time or after it ended."""
         self._processes[role] = subprocess.Popen(
-            [sys.executable, "-m", "services.local.child", f"services.{role}", *self._arguments(role)],
+            [*CHILD, str(self.folder), f"services.{role}", *self._arguments(role)],
             stdin=subprocess.PIPE,
             stderr=self._log,
             env={**os.environ, **self._environ},

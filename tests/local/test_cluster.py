@@ -98,9 +98,11 @@ def test_children_end_when_their_parent_is_killed() -> None:
     process = serve()
     wait_for_line(process, "Ready. ")
     pids = children(process.pid)
+    sockets = sockets_of(pids)
     process.kill()
     process.communicate(timeout=PATIENCE_S)
     wait_gone(pids)
+    assert not any(path.parent.exists() for path in sockets)
 
 
 def test_a_role_that_crashes_ends_the_cluster_with_a_message() -> None:
@@ -178,6 +180,7 @@ def test_export_text_from_running_processes_and_from_a_folder(cluster: Cluster, 
     assert engine == worker == again
 
 
+@pytest.mark.slow
 def test_export_text_from_a_gguf(demo_gguf: Path, tmp_path: Path) -> None:
     files = exported(tmp_path / "text", f"--model={demo_gguf}")
     assert json.loads(files["config.json"])["model_type"] == "llama"

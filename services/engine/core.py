@@ -12,7 +12,7 @@ from array import array
 from collections import deque
 from dataclasses import dataclass
 
-from services.common.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, TriptychError
+from services.common.errors import DeadlineExceeded, TriptychError
 from services.engine import intake
 from services.engine.events import (
     FINISH_ABORT,
@@ -32,6 +32,7 @@ from services.engine.outcome import LogprobCuts, not_yet_told
 from services.engine.plan import ROW_DROPPED, ROW_NOT_FINITE, ROW_OK, STEP_FAILED, STEP_OK, StepOutcome, StepPlan
 from services.engine.policies import FirstCome, Policy
 from services.engine.prompt_logprobs import PromptLogprobsFlag
+from services.engine.registry import Registry
 from services.engine.report import Counters, Explanation, Load
 from services.engine.request import Family, Request, RequestSpec, make_family
 from services.engine.resources import Resource
@@ -39,7 +40,6 @@ from services.engine.scheduler import Scheduler
 
 __all__ = ["CoreConfig", "Counters", "EngineCore", "Explanation", "Load"]
 
-_RETRY_AFTER_MS = 1000
 _new = tuple.__new__
 
 
@@ -85,8 +85,7 @@ class EngineCore:
         self._next_step = 1
         self._resync = False
         self._arrivals = 0
-        self._gateways: dict[int, dict[int, Family]] = {}
-        self._tokens: dict[bytes, Family] = {}
+        self._registry = Registry()
         self._deadlines: list[tuple[float, int, Family]] = []  # a heap; may hold some that have ended
 
     @property
@@ -102,16 +101,15 @@ class EngineCore:
         The list is empty but for a replay of which a choice turns out to be complete.
         """
         intake.check(spec, self.context_len, self.config.vocab_size)
-        if self._find(spec.owner) is not None:
-            raise InvalidArgument(f"handle {spec.owner.handle} is in use", field="handle")
-        if spec.token in self._tokens:
-            raise InvalidArgument("the token is in use", field="token")
+        self._registry.check_free(spec)
         if not spec.replay:
-            self._check_limits(spec)
+            config, scheduler = self.config, self.scheduler
+            intake.check_limit("choices", spec.n, scheduler.num_waiting, config.max_waiting_requests)
+            prompts = spec.n * len(spec.prompt)
+            intake.check_limit("prompt tokens", prompts, scheduler.waiting_tokens, config.max_waiting_tokens)
         family = make_family(spec, self.context_len, now, self._arrivals)
         self._arrivals += spec.n
-        self._gateways.setdefault(spec.owner.gateway, {})[spec.owner.handle] = family
-        self._tokens[spec.token] = family
+        self._registry.add(family)
         if spec.deadline_s is not None:
             heapq.heappush(self._deadlines, (now + spec.deadline_s, family.choices[0].arrival, family))
         events: list[Event] = []
@@ -125,25 +123,11 @@ class EngineCore:
         self._follow_up(family)
         return events
 
-    def _check_limits(self, spec: RequestSpec) -> None:
-        """Both limits are exact: n choices count n times."""
-        tokens = spec.n * len(spec.prompt)
-        for noun, new, there, limit in (
-            ("choices", spec.n, self.scheduler.num_waiting, self.config.max_waiting_requests),
-            ("prompt tokens", tokens, self.scheduler.waiting_tokens, self.config.max_waiting_tokens),
-        ):
-            if limit is None or there + new <= limit:
-                continue
-            message = f"{there} {noun} wait already; with {new} more they would exceed the limit of {limit}"
-            if new > limit:
-                raise InvalidArgument(f"{new} {noun} are more than the {limit} that may wait", field="prompt")
-            raise ResourceExhausted(message, reason="QUEUE_FULL", retry_after_ms=_RETRY_AFTER_MS)
-
     # Ending
 
-    def abort(self, owner: Owner, choice: int | None, reason: int, kept_tokens: int | None, now: float) -> list[Event]:
+    def abort(self, owner: Owner, choice: int | None, reason: int) -> list[Event]:
         """Ends a request or one choice of it; whoever is unknown or has ended is passed over."""
-        family = self._find(owner)
+        family = self._registry.find(owner)
         if family is None:
             return []
         ended = [request for request in family.live if choice is None or request.choice == choice]
@@ -151,9 +135,9 @@ class EngineCore:
             self._end(request, reason)
         return [Tokens(owner, request.choice, request.num_outputs, array("i"), reason) for request in ended]
 
-    def abort_gateway(self, gateway: int, now: float) -> None:
+    def abort_gateway(self, gateway: int) -> None:
         """Ends every request of a gateway that is gone; nobody is left to be told."""
-        for family in list(self._gateways.get(gateway, {}).values()):
+        for family in self._registry.of_gateway(gateway):
             for request in list(family.live):
                 self._end(request, FINISH_ABORT)
 
@@ -181,12 +165,7 @@ class EngineCore:
         """Lets those choices into the line that need not wait for another's prompt; forgets a family that ended."""
         leader = family.leader
         if leader is None:
-            owner = family.spec.owner
-            self._tokens.pop(family.spec.token, None)
-            handles = self._gateways.get(owner.gateway, {})
-            handles.pop(owner.handle, None)
-            if not handles:
-                self._gateways.pop(owner.gateway, None)
+            self._registry.remove(family)
             return
         waiting = self.scheduler.waiting
         for request in family.live if family.prompt_applied else (leader,):
@@ -211,7 +190,7 @@ class EngineCore:
         self._in_flight.append(plan)
         return plan
 
-    def apply(self, outcome: StepOutcome, now: float) -> list[Event]:
+    def apply(self, outcome: StepOutcome) -> list[Event]:
         """Takes a step's outcome, in the order of the plans; one of an unknown step changes nothing."""
         if not self._in_flight or self._in_flight[0].step_id != outcome.step_id:
             return []
@@ -326,7 +305,7 @@ class EngineCore:
         self._end(request, FINISH_ERROR)
         events.append(Failed(spec.owner, request.choice, failure))
 
-    def worker_lost(self, now: float) -> None:
+    def worker_lost(self) -> None:
         """Forgets all steps in flight and all KV; everything that ran waits to be sent as new."""
         self._in_flight.clear()
         self.scheduler.worker_lost()
@@ -334,7 +313,7 @@ class EngineCore:
             resource.reset()
         self._resync = True
 
-    def reset_prefix_cache(self, preempt: bool, now: float) -> int:
+    def reset_prefix_cache(self, preempt: bool) -> int:
         """Forgets the cached prefixes that no request holds; the count of blocks that left the index."""
         if preempt:
             for request in reversed(self.scheduler.running.copy()):
@@ -351,7 +330,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """A request is waiting or running."""
-        return bool(self._tokens)
+        return len(self._registry) > 0
 
     def load(self) -> Load:
         """How busy the core is."""
@@ -366,7 +345,7 @@ class EngineCore:
 
     def explain(self, token: bytes) -> Explanation | None:
         """Where the request with this token is, and why; None when it is unknown."""
-        family = self._tokens.get(token)
+        family = self._registry.by_token(token)
         if family is None:
             return None
         live = list(family.live)
@@ -393,7 +372,4 @@ class EngineCore:
 
     def live_handles(self, gateway: int) -> list[int]:
         """Handles of a gateway's requests that have not ended."""
-        return list(self._gateways.get(gateway, {}))
-
-    def _find(self, owner: Owner) -> Family | None:
-        return self._gateways.get(owner.gateway, {}).get(owner.handle)
+        return [family.spec.owner.handle for family in self._registry.of_gateway(gateway)]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from array import array
 
-from services.common.errors import InvalidArgument
+from services.common.errors import InvalidArgument, ResourceExhausted
 from services.engine.request import RequestSpec
+
+_RETRY_AFTER_MS = 1000
 
 
 def check(spec: RequestSpec, context_len: int, vocab_size: int) -> None:
@@ -28,6 +30,19 @@ def check(spec: RequestSpec, context_len: int, vocab_size: int) -> None:
         raise InvalidArgument(f"{len(spec.replay)} choices are replayed, but n is {spec.n}", field="replay")
     for replay in spec.replay:
         _check_ids(replay.token_ids, vocab_size, "replay")
+
+
+def check_limit(noun: str, new: int, waiting: int, limit: int | None) -> None:
+    """Refuses what would make more wait than may: for now, or for good where it exceeds the limit alone."""
+    if limit is None or waiting + new <= limit:
+        return
+    if new > limit:
+        raise InvalidArgument(f"{new} {noun} are more than the {limit} that may wait", field="prompt")
+    raise ResourceExhausted(
+        f"{waiting} {noun} wait already; {new} more would exceed the limit of {limit}",
+        reason="QUEUE_FULL",
+        retry_after_ms=_RETRY_AFTER_MS,
+    )
 
 
 def _check_ids(ids: array[int], vocab_size: int, field: str) -> None:

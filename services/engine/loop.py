@@ -99,10 +99,10 @@ class EngineLoop:
     def _apply_and_emit(self, outcome: StepOutcome) -> None:
         self._progress_at = time.monotonic()
         self.step_id = outcome.step_id
-        self._emit(self._core.apply(outcome, self._progress_at))
+        self._emit(self._core.apply(outcome))
 
     def _forget_rows(self) -> list[Event]:
-        self._core.worker_lost(time.monotonic())
+        self._core.worker_lost()
         self._show_load()
         return []
 
@@ -142,8 +142,11 @@ class EngineLoop:
 
     def abort(self, record: Record, choice: int | None, reason: int, kept_tokens: int | None) -> None:
         """Ends a request or one choice of it at once, whatever is in flight for it."""
-        owner, now = record.spec.owner, time.monotonic()
-        self._guarded("abort", lambda: self._core.abort(owner, choice, reason, kept_tokens, now))
+        owner = record.spec.owner
+        for each in record.choices:
+            if each.finish == FINISH_NONE and choice in {None, each.index}:
+                each.kept = kept_tokens
+        self._guarded("abort", lambda: self._core.abort(owner, choice, reason))
 
     def give_up(self, session: Session) -> None:
         """Ends every request of a gateway that is gone."""
@@ -159,7 +162,7 @@ class EngineLoop:
         _log.info("gateway given up", gateway=session.name, incarnation=session.gateway, requests=len(ended))
 
     def _forget_gateway(self, gateway: int) -> list[Event]:
-        self._core.abort_gateway(gateway, time.monotonic())
+        self._core.abort_gateway(gateway)
         return []
 
     def explain(self, token: bytes) -> Explanation | None:
@@ -168,7 +171,7 @@ class EngineLoop:
 
     def reset_prefix_cache(self, preempt: bool) -> int:
         """Forgets cached prefixes; how many blocks left the index."""
-        return self._core.reset_prefix_cache(preempt, time.monotonic())
+        return self._core.reset_prefix_cache(preempt)
 
     def pause(self, paused: bool) -> None:
         """Stops or resumes scheduling; steps in flight are still applied."""

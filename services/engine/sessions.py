@@ -57,6 +57,7 @@ class Choice:
     finish: int = FINISH_NONE
     failure: StepFailure | None = None
     told: bool = False  # its terminal event has been handed to a stream
+    kept: int | None = None  # output tokens that the client keeps, where the text ended before the ids
 
     def rewind(self) -> None:
         """Everything from base on is to be told again, the end included."""
@@ -121,8 +122,8 @@ class Record:
 
     @property
     def output_tokens(self) -> int:
-        """Over all choices, those of a replay included."""
-        return sum(choice.base + len(choice.tokens) for choice in self.choices)
+        """Over all choices, those of a replay included, without what the text left behind."""
+        return sum(choice.base + len(choice.tokens) if choice.kept is None else choice.kept for choice in self.choices)
 
 
 def record_of(spec: RequestSpec, now: float) -> Record:
@@ -320,7 +321,8 @@ class Session:
         self._started, self._prompt_logprobs, self._rejected, self._draining = [], [], [], False
         while self._dirty and out.rows.size < FRAME_TOKENS:
             choice = next(iter(self._dirty))
-            out.rows.take(choice, FRAME_TOKENS - len(out.rows.token_ids))
+            if choice.failure is None or choice.sent < len(choice.tokens):
+                out.rows.take(choice, FRAME_TOKENS - len(out.rows.token_ids))
             if choice.sent < len(choice.tokens):
                 break
             del self._dirty[choice]

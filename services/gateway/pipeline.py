@@ -32,6 +32,7 @@ class ChoicePipeline:
         "_ready",
         "_received",
         "_scanner",
+        "_told",
         "_unreleased",
         "finish",
     )
@@ -58,6 +59,7 @@ class ChoicePipeline:
         self._echo = echo
         self._received = 0
         self._emitted = 0
+        self._told = False  # the finish is in a delta
         self._unreleased: deque[int] = deque()
         self._ready: list[Span] = []
         self._positions: deque[Position] = deque()
@@ -88,6 +90,8 @@ class ChoicePipeline:
 
     def take(self) -> Delta | None:
         """What can be told by now, if a client would notice it."""
+        if self._told:
+            return None
         spans = self._ready
         text = "".join([span.text for span in spans])
         if self.finish is None and not text:
@@ -106,6 +110,7 @@ class ChoicePipeline:
         )
         self._ready = []
         self._echo = ""
+        self._told = self.finish is not None
         self._emitted += len(ids)
         return delta
 

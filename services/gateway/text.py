@@ -73,7 +73,7 @@ class ModelText:
         def build() -> ModelText:
             read = read_files(files)
             pool = TokenizerPool(read.tokenizer_json, threads=threads)
-            eos = _eos_ids(read, pool.vocabulary, vocab_size)
+            eos = _eos_ids(read, pool, vocab_size)
             facts = ModelFacts(name, vocab_size, max_model_len, max_n, eos, read.sampling_defaults)
             template = ChatTemplate(read.chat_template, read.special_tokens) if read.chat_template else None
             return cls(facts, pool, template)
@@ -229,6 +229,6 @@ class ModelText:
         return await self._pool.run(encode)
 
 
-def _eos_ids(files: TextFiles, vocabulary: Vocabulary, vocab_size: int) -> tuple[int, ...]:
-    ids = [vocabulary.token_ids.get(token, -1) if isinstance(token, str) else token for token in files.eos_tokens]
-    return tuple(dict.fromkeys(token_id for token_id in ids if 0 <= token_id < vocab_size))
+def _eos_ids(files: TextFiles, pool: TokenizerPool, vocab_size: int) -> tuple[int, ...]:
+    ids = [pool.id_of(token) if isinstance(token, str) else token for token in files.eos_tokens]
+    return tuple(dict.fromkeys(i for i in ids if i is not None and 0 <= i < vocab_size))

@@ -45,18 +45,19 @@ class Tokenizer:
         return self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def pieces(self) -> list[str | None]:
-        """The vocabulary's spelling of each id."""
-        ids = self._inner.get_vocab(with_added_tokens=True)
-        pieces: list[str | None] = [None] * (max(ids.values(), default=-1) + 1)
-        for piece, token_id in ids.items():
-            pieces[token_id] = piece
-        for token_id, token in self._inner.get_added_tokens_decoder().items():
-            pieces[token_id] = token.content
-        return pieces
+        """What decoding starts from, per id. An added token may differ from its content: it is normalized."""
+        last = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1)
+        return [self._inner.id_to_token(token_id) for token_id in range(last + 1)]
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token, by its content."""
+        return self._inner.token_to_id(token)
 
     def special_ids(self) -> list[int]:
         """Ids that text with special tokens skipped leaves out."""
-        return [i for i, token in self._inner.get_added_tokens_decoder().items() if token.special]
+        added = self._inner.get_added_tokens_decoder()
+        special = {token.content for token in added.values() if token.special}
+        return [token_id for token_id in added if self._inner.id_to_token(token_id) in special]
 
 
 class TokenizerPool:
@@ -70,6 +71,10 @@ class TokenizerPool:
         self._short = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="text-short")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="text-long")
         self.vocabulary = self._short.submit(self._read_vocabulary).result()
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token, by its content. Waits for a thread: for start-up only."""
+        return self._short.submit(lambda: self._tokenizer().id_of(token)).result()
 
     async def run(self, work: Callable[[Tokenizer], T], *, size: int = 0) -> T:
         """Runs work on a thread that has a tokenizer; `size` in characters chooses the lane."""

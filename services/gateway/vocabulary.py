@@ -41,13 +41,12 @@ class Joining:
 class Vocabulary:
     """Pieces, special ids and joining of one model. Ids without a piece stand for no text."""
 
-    __slots__ = ("_bytes", "_fragments", "joining", "pieces", "special_ids", "token_ids")
+    __slots__ = ("_bytes", "_fragments", "joining", "pieces", "special_ids")
 
     def __init__(self, pieces: Sequence[str | None], special_ids: Collection[int], joining: Joining) -> None:
         self.pieces = tuple(pieces)
         self.special_ids = frozenset(special_ids)
         self.joining = joining
-        self.token_ids: Mapping[str, int] = {piece: i for i, piece in enumerate(pieces) if piece is not None}
         if joining.by_bytes:
             self._bytes = tuple(_byte_level_bytes(joining.apply(piece)) if piece else b"" for piece in pieces)
             self._fragments: tuple[str | bytes | int, ...] = tuple(_text_or_bytes(data) for data in self._bytes)

@@ -1,0 +1,116 @@
+"""Small tokenizers of every kind that is served, and the text files of a toy model around one."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from services.gateway.vocabulary import Vocabulary, read_joining
+
+SPECIALS = ("<|im_start|>", "<|im_end|>")
+WORDS = ("the quick brown fox jumps over the lazy dog own observation gamma delta END. naïve żółw 日本 🔥 " * 20,)
+CHATML = (
+    "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def byte_level() -> Tokenizer:
+    """As Llama 3, Qwen and the demo model have it: every id is a run of bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340, special_tokens=list(SPECIALS), initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(WORDS, trainer)
+    tokenizer.add_tokens([AddedToken("<tool>", special=False), AddedToken("ß→", special=False)])
+    return tokenizer
+
+
+def _fallback_bpe(extra: tuple[str, ...] = ()) -> Tokenizer:
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", *"abcdefghijklmnopqrstuvwxyz.,é", "▁▁", "▁H", "▁He", "▁Hel", "▁Hell", "▁Hello", "H", "▁a", *extra]
+    merges = [("▁", "H"), ("▁H", "e"), ("▁He", "l"), ("▁Hel", "l"), ("▁Hell", "o"), ("▁", "a"), ("▁", "▁")]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=merges, unk_token="<unk>", byte_fallback=True)
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.add_tokens([AddedToken("<tool>", special=False)])
+    return tokenizer
+
+
+def llama2() -> Tokenizer:
+    """Sentencepiece in the spelling of Llama 2: bytes where there is no piece, a first space that is dropped."""
+    tokenizer = _fallback_bpe()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def gemma() -> Tokenizer:
+    """The same without a first space."""
+    tokenizer = _fallback_bpe()
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def metaspace(scheme: str = "always") -> Tokenizer:
+    """Sentencepiece in the older spelling, without bytes."""
+    tokenizer = _fallback_bpe()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    return tokenizer
+
+
+def words() -> Tokenizer:
+    """No decoder at all: words with spaces between them."""
+    return Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "fox": 2, "ran": 3}, unk_token="<unk>"))
+
+
+KINDS = {
+    "byte_level": byte_level,
+    "llama2": llama2,
+    "gemma": gemma,
+    "metaspace": metaspace,
+    "metaspace_never": functools.partial(metaspace, "never"),
+    "words": words,
+}
+
+
+@functools.cache
+def tokenizer(kind: str) -> Tokenizer:
+    """One of KINDS, made once."""
+    return KINDS[kind]()
+
+
+@functools.cache
+def vocabulary(kind: str) -> Vocabulary:
+    """Its vocabulary as the gateway sees it."""
+    made = tokenizer(kind)
+    pieces = [made.id_to_token(token_id) for token_id in range(made.get_vocab_size())]
+    special = [token_id for token_id, token in made.get_added_tokens_decoder().items() if token.special]
+    return Vocabulary(pieces, special, read_joining(json.loads(made.to_str())["decoder"]))
+
+
+def ids(kind: str, text: str) -> tuple[int, ...]:
+    """The ids of a text."""
+    return tuple(tokenizer(kind).encode(text, add_special_tokens=False).ids)
+
+
+def files(kind: str = "byte_level", **changes: object) -> Mapping[str, bytes]:
+    """The text files of a toy model; `changes` go into generation_config.json."""
+    config = {"eos_token": "<|im_end|>", "bos_token": {"content": "<|im_start|>"}, "chat_template": CHATML}
+    return {
+        "tokenizer.json": tokenizer(kind).to_str().encode(),
+        "tokenizer_config.json": json.dumps(config).encode(),
+        "generation_config.json": json.dumps(changes).encode(),
+        "config.json": json.dumps({"eos_token_id": [1]}).encode(),
+    }

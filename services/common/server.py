@@ -6,6 +6,7 @@ A first SIGTERM or SIGINT turns readiness off and drains; a second one exits at 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import signal
 import sys
@@ -96,7 +97,11 @@ def _unary(behaviour: Callable[..., Awaitable[Any]], method: str) -> Callable[..
 def _stream(behaviour: Callable[..., Any], method: str) -> Callable[..., AsyncIterator[Any]]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
-            async for message in behaviour(request, context):
+            answer = behaviour(request, context)
+            if inspect.isawaitable(answer):  # it writes to the context itself, as the health service does
+                await answer
+                return
+            async for message in answer:
                 yield message
         except grpc.aio.AbortError:
             raise

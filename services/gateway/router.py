@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 import grpc.aio
+from grpc_health.v1 import health_pb2
 
 from protos import engine_pb2, engine_pb2_grpc
 from services.common.channel import backoff, connect
@@ -92,6 +93,7 @@ class Router:
         self._waits_until = 0.0  # while the engine is away: end of the patience with it
         self._expiry: asyncio.TimerHandle | None = None
         self._draining = False
+        self._serving = True  # as the engine's health says
         self.load = Load()
         self.missing: str | None = f"engine at {address}: not connected yet"
         self.replays = 0
@@ -113,6 +115,8 @@ class Router:
             return self.missing
         if self._draining:
             return f"engine at {self._address} is draining"
+        if not self._serving:
+            return f"engine at {self._address} is attached but not ready"
         if self.load.silence_ms >= self._stall_ms:
             return f"engine at {self._address} has work but finished no step for {self.load.silence_ms} ms"
         return None
@@ -204,6 +208,7 @@ class Router:
         outbox = _Outbox()
         outbox.put(engine_pb2.AttachRequest(hello=engine_pb2.AttachHello(gateway=self._peer)))
         pump = asyncio.create_task(outbox.pump(call))
+        health = asyncio.create_task(self._watch_health())
         try:
             first = await self._read(call)
             if first is None or not first.HasField("welcome"):
@@ -213,7 +218,22 @@ class Router:
                 await self._take(frame)
         finally:
             pump.cancel()
+            health.cancel()
             call.cancel()
+
+    async def _watch_health(self) -> None:
+        """Follows the engine's own readiness; an engine that has no such service is taken for ready."""
+        self._serving = True
+        watch = self._channel.unary_stream(
+            "/grpc.health.v1.Health/Watch",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        try:
+            async for answer in watch(health_pb2.HealthCheckRequest()):
+                self._serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+        except grpc.aio.AioRpcError:
+            self._serving = True
 
     async def _read(self, call: Stream) -> engine_pb2.AttachResponse | None:
         try:

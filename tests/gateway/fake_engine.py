@@ -97,7 +97,7 @@ class FakeEngine:
     file_requests: list[list[str]] = field(default_factory=list)
     live: dict[int, Running] = field(default_factory=dict)
     port: int = 0
-    _server: Server | None = None
+    server: Server | None = None
     _outboxes: list[asyncio.Queue[engine_pb2.AttachResponse | None]] = field(default_factory=list)
     _steps: asyncio.Task[None] | None = None
     step_number: int = 0
@@ -108,18 +108,19 @@ class FakeEngine:
 
     async def start(self) -> None:
         """Listens, on the same port as before after a stop."""
-        self._server = Server([f"127.0.0.1:{self.port}"])
-        self.port = self._server.ports[0]
-        engine_pb2_grpc.add_EngineServiceServicer_to_server(_Servicer(self), self._server.grpc)
-        await self._server.start("triptych.v1.EngineService")
+        self.server = Server([f"127.0.0.1:{self.port}"])
+        self.port = self.server.ports[0]
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(_Servicer(self), self.server.grpc)
+        await self.server.start("triptych.v1.EngineService")
+        await self.server.set_ready(True)
         self._steps = asyncio.create_task(self._run())
 
     async def kill(self) -> None:
         """Ends at once; all requests are forgotten, and the next life has another incarnation."""
-        assert self._server is not None
+        assert self.server is not None
         assert self._steps is not None
         self._steps.cancel()
-        await self._server.stop(0)
+        await self.server.stop(0)
         self.live.clear()
         self._outboxes.clear()
         self.incarnation += 1

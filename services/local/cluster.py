@@ -121,8 +121,11 @@ class Cluster:
 
     def kill(self, role: str) -> None:
         """Ends one role at once, as a crash would."""
-        self._processes[role].kill()
-        self._processes[role].wait()
+        process = self._processes[role]
+        process.kill()
+        process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
 
     def check(self) -> None:
         """Raises ClusterError when a process has ended."""

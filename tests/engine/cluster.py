@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import subprocess
@@ -13,6 +14,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import grpc
+import grpc.aio
 
 from protos import common_pb2, engine_pb2, engine_pb2_grpc
 from services.common.channel import connect
@@ -89,6 +93,7 @@ class Gateway:
         self.loads: list[common_pb2.Load] = []
         self.welcome: engine_pb2.AttachWelcome | None = None
         self.draining = False
+        self.broken: Exception | None = None
         self._call: Any = None
         self._reader: asyncio.Task[None] | None = None
         self._changed = asyncio.Condition()
@@ -150,8 +155,15 @@ class Gateway:
         await self._call.write(engine_pb2.AttachRequest(**frame))
 
     async def until(self, condition: Any) -> None:
-        async with self._changed:
-            await asyncio.wait_for(self._changed.wait_for(condition), 20)
+        """Waits for frames until the condition holds; a frame that breaks the contract raises here."""
+
+        async def wait() -> None:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self.broken or condition())
+
+        await asyncio.wait_for(wait(), 30)
+        if self.broken:
+            raise self.broken
 
     async def finished(self, *handles: int, n: int = 1) -> None:
         def ended(answer: Answer) -> bool:
@@ -165,10 +177,14 @@ class Gateway:
         return answer
 
     async def _read(self, call: Any) -> None:
-        while frame := await call.read():
-            async with self._changed:
-                self._take(frame)
-                self._changed.notify_all()
+        with contextlib.suppress(grpc.aio.AioRpcError):  # the stream may be broken by a test
+            while frame := await call.read():
+                async with self._changed:
+                    try:
+                        self._take(frame)
+                    except Exception as error:
+                        self.broken = error
+                    self._changed.notify_all()
 
     def _take(self, frame: engine_pb2.AttachResponse) -> None:
         if frame.HasField("load"):

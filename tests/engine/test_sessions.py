@@ -230,6 +230,13 @@ def test_tokens_before_a_failure_are_told_without_an_end() -> None:
     assert len(out.failed) == 1
 
 
+def test_a_failure_without_tokens_is_no_row() -> None:
+    _, session, record = a_session()
+    session.tell(Failed(OWNER, None, StepFailure(13, "broke")), record)
+    out = session.take()
+    assert (rows(out), len(out.failed), out.has_outputs) == ([], 1, False)
+
+
 def test_a_lot_is_told_in_several_frames() -> None:
     _, session, record = a_session()
     many = array("i", range(FRAME_TOKENS * 2 + 10))

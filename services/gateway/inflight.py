@@ -53,6 +53,7 @@ class EngineRequest:
         "_abort",
         "_choices",
         "_error",
+        "_loop",
         "_news",
         "_ready",
         "_waiter",
@@ -76,6 +77,7 @@ class EngineRequest:
         self._ready: dict[int, _Choice] = {}
         self._news: list[RequestStarted | PromptLogprobs] = []
         self._error: TriptychError | None = None
+        self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -166,18 +168,21 @@ class EngineRequest:
     async def receive(self) -> Sequence[EngineEvent]:
         """All events that wait to be read; waits for one. Raises the request's failure; empty after its end."""
         while True:
-            if self._ready or self._news:
-                events: list[EngineEvent] = [*self._news]
-                events += [self._event(index, choice) for index, choice in self._ready.items() if not choice.told]
+            events: list[EngineEvent] = []
+            if self._news:
+                events += self._news
                 self._news.clear()
-                self._ready.clear()
-                if events:
-                    return events
+            for index, choice in self._ready.items():
+                if not choice.told:
+                    events.append(self._event(index, choice))
+            self._ready.clear()
+            if events:
+                return events
             if self._error is not None:
                 raise self._error
             if not self.unfinished:
                 return ()
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:
@@ -186,8 +191,10 @@ class EngineRequest:
     def _event(self, index: int, choice: _Choice) -> ChoiceTokens:
         first = choice.delivered
         ids = tuple(choice.ids[first:])
-        logprobs = tuple(choice.logprobs)
         choice.delivered = first + len(ids)
-        choice.logprobs.clear()
+        logprobs: tuple[Position, ...] = ()
+        if choice.logprobs:
+            logprobs = tuple(choice.logprobs)
+            choice.logprobs.clear()
         choice.told = choice.finish is not _NONE
         return ChoiceTokens(index, first, ids, choice.finish, logprobs)

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from services.common.metrics import LATENCY_BUCKETS, TOKEN_TIME_BUCKETS, TTFT_BUCKETS, token_count_buckets
 from services.gateway.request import FinishReason, GenerateSpec
@@ -22,6 +28,33 @@ _SUCCESS = {
     FinishReason.ABORT: "abort",
     FinishReason.ERROR: "error",
 }
+
+
+class TokenTimes(Collector):
+    """A histogram that is cheap to add to, since it is added to at every token."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self._name = name
+        self._text = text
+        self._series: dict[tuple[str, str], list[float]] = {}  # a count per bucket, then the sum
+
+    def series(self, labels: tuple[str, str]) -> list[float]:
+        """What `add` adds to."""
+        return self._series.setdefault(labels, [0.0] * (len(TOKEN_TIME_BUCKETS) + 2))
+
+    @staticmethod
+    def add(series: list[float], seconds: float) -> None:
+        """One observation."""
+        series[bisect_left(TOKEN_TIME_BUCKETS, seconds)] += 1
+        series[-1] += seconds
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """The series as Prometheus wants them: cumulative."""
+        family = HistogramMetricFamily(self._name, self._text, labels=_LABELS)
+        for labels, series in self._series.items():
+            bounds = [*map(floatToGoString, TOKEN_TIME_BUCKETS), "+Inf"]
+            family.add_metric(labels, list(zip(bounds, accumulate(series[:-1]), strict=True)), series[-1])
+        yield family
 
 
 class HttpMetrics:
@@ -57,9 +90,8 @@ class GatewayMetrics(HttpMetrics):
             return Histogram(f"vllm:{name}", text, _LABELS, buckets=buckets, registry=registry)
 
         self.ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
-        self.itl = histogram(
-            "inter_token_latency_seconds", "Time between two deliveries of tokens.", TOKEN_TIME_BUCKETS
-        )
+        self.itl = TokenTimes("vllm:inter_token_latency_seconds", "Time between two deliveries of tokens.")
+        registry.register(self.itl)
         self.tpot = histogram(
             "request_time_per_output_token_seconds", "Mean time per token after the first.", TOKEN_TIME_BUCKETS
         )
@@ -95,7 +127,7 @@ class RequestTimer:
         self._metrics = metrics
         self._spec = spec
         self._labels = (spec.model, engine)
-        self._itl = metrics.itl.labels(*self._labels)
+        self._itl = metrics.itl.series(self._labels)
         self._arrived = arrived
         self._first: float | None = None
         self._last = arrived
@@ -109,7 +141,7 @@ class RequestTimer:
             self._first = now
             self._metrics.ttft.labels(*self._labels).observe(now - self._arrived)
         else:
-            self._itl.observe(now - self._last)
+            TokenTimes.add(self._itl, now - self._last)
         self._last = now
         self._tokens += count
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.gateway.metrics import GatewayMetrics
@@ -51,6 +52,18 @@ def test_a_request_that_is_given_up_counts_its_unfinished_choices() -> None:
     assert got["vllm:request_success_total", "abort"] == 2
     assert got["vllm:request_success_total", "stop"] == 1
     assert ("vllm:request_time_per_output_token_seconds_count", "") not in got
+
+
+def test_times_between_tokens_are_cumulative_and_end_at_their_count() -> None:
+    metrics = GatewayMetrics()
+    for seconds in (0.0001, 0.0005, 0.0006, 1000.0):
+        metrics.itl.add(metrics.itl.series(("m", "e")), seconds)
+    families = text_string_to_metric_families(metrics.render().decode())
+    (family,) = [family for family in families if family.name == "vllm:inter_token_latency_seconds"]
+    got = {sample.labels.get("le", sample.name): sample.value for sample in family.samples}
+    assert (got["0.0005"], got["0.001"], got["80.0"], got["+Inf"]) == (2, 3, 3, 4)
+    assert got["vllm:inter_token_latency_seconds_count"] == 4
+    assert got["vllm:inter_token_latency_seconds_sum"] == pytest.approx(1000.0012)
 
 
 def test_the_lowest_buckets_resolve_a_fast_step() -> None:

@@ -26,6 +26,7 @@ from services.engine.standing import Standing
 from services.engine.workers import WorkerGroup, WorkerLost
 
 _RETRY_MS = 1000
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 2.0
 _log = Log("engine")
 
 
@@ -70,10 +71,13 @@ class EngineLoop:
         self._wake = workers.changed
         self._watchers: set[asyncio.Event] = set()
         self._progress_at = time.monotonic()
+        self._progressed = False  # in this life of the worker group
 
     async def run(self) -> None:
         """Serves for ever: one turn is one life of the worker group."""
+        pause_s = _FIRST_PAUSE_S
         while True:
+            self._progressed = False
             try:
                 await self._serve()
             except WorkerLost:
@@ -81,6 +85,8 @@ class EngineLoop:
             except Exception as error:
                 self._start_anew(error)
             await self._workers.drop()
+            pause_s = _FIRST_PAUSE_S if self._progressed else min(pause_s * 2, _LONGEST_PAUSE_S)
+            await asyncio.sleep(pause_s)  # a group that is lost before its first result must not spin
             self.standing = await self._workers.stand(self.standing)
             self._progress_at = time.monotonic()
 
@@ -97,13 +103,12 @@ class EngineLoop:
             await self._wake.wait()
 
     def _apply_and_emit(self, outcome: StepOutcome) -> None:
-        self._progress_at = time.monotonic()
+        self._progress_at, self._progressed = time.monotonic(), True
         self.step_id = outcome.step_id
         self._emit(self._core.apply(outcome))
 
     def _forget_rows(self) -> list[Event]:
         self._core.worker_lost()
-        self._show_load()
         return []
 
     def _start_anew(self, error: Exception) -> None:
@@ -138,6 +143,7 @@ class EngineLoop:
         if spec.deadline_s is not None:
             asyncio.get_running_loop().call_later(spec.deadline_s, self._expire)
         self._emit(events)
+        self._show_load()
         self._wake.set()
 
     def abort(self, record: Record, choice: int | None, reason: int, kept_tokens: int | None) -> None:
@@ -212,6 +218,7 @@ class EngineLoop:
         """A call of the core from outside the loop's turns; a bug in it is logged and costs nothing else."""
         try:
             self._emit(call())
+            self._show_load()
         except Exception as error:
             _log.error("core failed", exc_info=error, call=name)
         self._wake.set()

@@ -140,6 +140,8 @@ class WorkerGroup:
 
     async def _plan_memory(self, max_model_len: int, before: Standing | None) -> worker_pb2.PlanMemoryResponse:
         settings = self._settings
+        if before is not None:  # requests are held to what the pool can hold, so it need not hold more
+            max_model_len = min(max_model_len, before.kv_capacity_tokens)
         wanted = settings.kv_cache_bytes if before is None else before.num_blocks * before.bytes_per_block
         plan: worker_pb2.PlanMemoryResponse = await self._stub.PlanMemory(
             worker_pb2.PlanMemoryRequest(

@@ -5,8 +5,10 @@ A block holds `block_size` tokens of every layer under the same number; which re
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from services.common.errors import FailedPrecondition
@@ -41,9 +43,8 @@ class KVCache:
         self.nbytes = shape.num_blocks * layout.bytes_per_block(shape.block_size)
         size = (layout.layers, 2, shape.num_blocks, shape.block_size, layout.heads, layout.head_dim)
         try:
-            # Zeros, so that a pool costs memory only as it is used, where the system hands out pages lazily.
-            self._all = torch.zeros(size, dtype=layout.dtype, device=device)
-        except RuntimeError as error:
+            self._all = _zeros(size, layout.dtype, device)
+        except (RuntimeError, MemoryError) as error:
             raise FailedPrecondition(
                 f"the KV cache of {shape.num_blocks} blocks, {self.nbytes} bytes, cannot be allocated: {error}",
                 field="num_blocks",
@@ -52,3 +53,11 @@ class KVCache:
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer."""
         return self._all[index, 0], self._all[index, 1]
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros. On the CPU the system hands the pages out as they are written: torch.zeros would touch them all."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(size) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(size)

@@ -64,12 +64,14 @@ class Cluster:
         self.host = host
         self.http_port = http_port or free_port(host)
         self.grpc_port = grpc_port or free_port(host)
-        self._metrics_ports = {role: free_port() for role in ("worker", "engine")}
         self._model = str(model)
         self._knobs: dict[str, dict[str, Any]] = {
             "worker": dict(worker or {}),
             "engine": dict(engine or {}),
             "gateway": dict(gateway or {}),
+        }
+        self._metrics_ports = {
+            role: int(self._knobs[role].get("metrics_port") or free_port()) for role in ("worker", "engine")
         }
         self._environ = dict(environ or {})
         self._log = log
@@ -188,7 +190,7 @@ class Cluster:
             "gateway": {"engine": engine, **clients},
         }
         if role != "gateway":
-            usual["metrics_port"] = 0
+            usual["metrics_port"] = self._metrics_ports[role]
         given = {**usual, **self._knobs[role], **wired[role]}
         return [word for name, value in given.items() for word in _spell(name, value)]
 

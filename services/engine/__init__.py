@@ -1,1 +1,28 @@
-"""The engine; its rooms are listed here top first."""
+"""The engine: owns every request's state and the schedule. It sees token ids, never text or pixels,
+and imports neither torch nor numpy. Its rooms, top first; imports go strictly down:
+
+__main__         the process: wiring, readiness, the orderly end
+service          EngineService over gRPC: a stream per gateway, and the operator's calls
+loop             take in, schedule, execute, apply, emit
+workers          the worker group: made to stand, driven, lost, made to stand again
+wire             protobuf to plain data and back
+sessions         what each gateway has been told, and what it has yet to be told
+records          what came of each accepted request
+metrics          Prometheus series under the names that dashboards know
+core             the pure core: submit, abort, schedule, apply
+registry         who is known, by gateway, handle and token
+scheduler        what runs in the next step
+kv/              KV blocks: the pool, the prefix index, what a request holds
+prompt_logprobs  the resource of requests that ask for log probabilities of their prompt
+intake           the checks before anything of a request is kept
+outcome          what a worker answered, cut per request
+waiting          the line of those who wait
+policies         the order of that line
+resources        what limits who runs: one protocol for every feature
+report           what the core says about itself
+plan             one step, on its way to the workers and back
+request          what was asked, and where it stands
+events           what the core tells the gateways
+standing         what the worker group holds once it stands
+config           every knob, each with its one definition
+"""

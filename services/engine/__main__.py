@@ -11,7 +11,6 @@ from importlib import metadata
 
 from prometheus_client import CollectorRegistry
 
-from protos import engine_pb2_grpc
 from services.common import logs
 from services.common.logs import Log
 from services.common.metrics import Scrape
@@ -42,7 +41,7 @@ class Engine:
         self.server = Server([settings.listen])
         self.loop: EngineLoop | None = None
         self._ready = False
-        engine_pb2_grpc.add_EngineServiceServicer_to_server(self.service, self.server.grpc)
+        self.service.register(self.server)
 
     async def run(self) -> None:
         """Serves until cancelled."""

@@ -19,9 +19,10 @@ from services.engine.core import CoreConfig, EngineCore
 from services.engine.events import FINISH_ABORT, FINISH_NONE, Event, Failed, Started, StepFailure, Tokens
 from services.engine.metrics import EngineMetrics, finished_reason
 from services.engine.plan import StepOutcome
+from services.engine.records import Record, record_of
 from services.engine.report import Explanation, Load
 from services.engine.request import RequestSpec
-from services.engine.sessions import Record, Session, Sessions, record_of
+from services.engine.sessions import Session, Sessions
 from services.engine.standing import Standing
 from services.engine.workers import WorkerGroup, WorkerLost
 

@@ -19,6 +19,7 @@ from protos import common_pb2, engine_pb2, engine_pb2_grpc
 from services.common.channel import CHUNK_BYTES
 from services.common.errors import InvalidArgument, NotFound, TriptychError, Unavailable, Unimplemented
 from services.common.logs import Log
+from services.common.server import Server
 from services.engine import wire
 from services.engine.config import EngineSettings
 from services.engine.events import FINISH_ABORT, FINISH_STOP_STRING
@@ -41,6 +42,10 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):  # type: ignore[misc
         self._peer = wire.peer(settings.name, incarnation, version)
         self._opened: EngineLoop | None = None
         self._grace_timers: dict[int, asyncio.TimerHandle] = {}
+
+    def register(self, server: Server) -> None:
+        """Puts the service on a server that has not started."""
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(self, server.grpc)
 
     def open(self, loop: EngineLoop) -> None:
         """The worker group stands for the first time: requests are taken from now on."""

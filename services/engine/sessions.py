@@ -1,15 +1,8 @@
-"""What each gateway has been told, and what it has yet to be told.
+"""What each gateway has been told, and what it has yet to be told. A session is one gateway process.
 
-A session is one gateway process. It keeps every live request's output, and a cursor per choice:
-
-        0       base                 sent                len
-        ├─────────┼────────────────────┼───────────────────┤   output tokens of one choice
-         gateway    told on this stream   to be told next
-         has them
-
-A stream that lags just finds more between `sent` and `len`: steps merge by themselves, and memory
-is bounded by the requests' own lengths. A gateway that attaches again gets `sent` set back to
-`base` for all that is still live, and drops by first_index what it had.
+A stream that lags just finds more between the cursors of its records: steps merge by themselves,
+and memory is bounded by the requests' own lengths. A gateway that attaches again is told all that
+is live from `base` on, and drops by first_index what it had.
 """
 
 from __future__ import annotations
@@ -19,7 +12,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from services.common.errors import InvalidArgument, NotFound, TriptychError
+from services.common.errors import InvalidArgument, TriptychError
 from services.engine.events import (
     FINISH_ERROR,
     FINISH_NONE,
@@ -29,119 +22,12 @@ from services.engine.events import (
     Owner,
     PromptLogprobs,
     Started,
-    StepFailure,
     Tokens,
 )
-from services.engine.request import RequestSpec
+from services.engine.records import Choice, Record, empty_logprobs
 
 FRAME_TOKENS = 32_768
 """Tokens and log probability entries in one frame, about: a frame stays far below 1 MiB."""
-
-
-def empty_logprobs() -> LogprobColumns:
-    """Columns with nothing in them yet."""
-    return LogprobColumns(array("i"), array("i"), array("f"), array("i"))
-
-
-@dataclass(slots=True, eq=False)
-class Choice:
-    """What one choice has produced. Indexes count its output tokens."""
-
-    record: Record
-    index: int
-    base: int
-    tokens: array[int]  # from base on
-    logprobs: LogprobColumns | None  # one position per token
-    sent: int = 0
-    sent_entries: int = 0
-    finish: int = FINISH_NONE
-    failure: StepFailure | None = None
-    told: bool = False  # its terminal event has been handed to a stream
-    kept: int | None = None  # output tokens that the client keeps, where the text ended before the ids
-
-    def rewind(self) -> None:
-        """Everything from base on is to be told again, the end included."""
-        self.sent = self.sent_entries = 0
-        self.told = False
-
-    def acknowledge(self, tokens: int) -> None:
-        """The gateway has this many; they are never told again."""
-        known = min(tokens, self.base + self.sent) - self.base
-        if known <= 0:
-            return
-        if self.logprobs is not None:
-            entries = sum(self.logprobs.counts[:known])
-            self.logprobs = LogprobColumns(
-                self.logprobs.counts[known:],
-                self.logprobs.token_ids[entries:],
-                self.logprobs.logprobs[entries:],
-                self.logprobs.ranks[entries:],
-            )
-            self.sent_entries -= entries
-        del self.tokens[:known]
-        self.base, self.sent = self.base + known, self.sent - known
-
-
-@dataclass(slots=True, eq=False)
-class Record:
-    """One accepted request: what was asked, what came of it, and when."""
-
-    spec: RequestSpec
-    accepted_at: float
-    choices: list[Choice] = field(default_factory=list)
-    started: Started | None = None
-    started_at: float | None = None
-    first_token_at: float | None = None
-    last_token_at: float | None = None
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-
-    @property
-    def finished(self) -> bool:
-        """Every choice has its terminal event."""
-        return all(choice.finish != FINISH_NONE for choice in self.choices)
-
-    @property
-    def prefill_s(self) -> float | None:
-        """From the first step to the first token."""
-        if self.started_at is None or self.first_token_at is None:
-            return None
-        return self.first_token_at - self.started_at
-
-    @property
-    def decode_s(self) -> float | None:
-        """From the first token to the last."""
-        if self.first_token_at is None or self.last_token_at is None:
-            return None
-        return self.last_token_at - self.first_token_at
-
-    def stamp_token(self, now: float) -> None:
-        """A token came."""
-        if self.first_token_at is None:
-            self.first_token_at = now
-        self.last_token_at = now
-
-    @property
-    def output_tokens(self) -> int:
-        """Over all choices, those of a replay included, without what the text left behind."""
-        return sum(choice.base + len(choice.tokens) if choice.kept is None else choice.kept for choice in self.choices)
-
-
-def record_of(spec: RequestSpec, now: float) -> Record:
-    """The record of a request that was just accepted; what a replay brought is told already."""
-    record = Record(spec, now)
-    for index in range(spec.n):
-        replay = spec.replay[index] if spec.replay else None
-        choice = Choice(
-            record,
-            index,
-            base=len(replay.token_ids) if replay else 0,
-            tokens=array("i"),
-            logprobs=None if spec.logprobs is None else empty_logprobs(),
-        )
-        if replay is not None and replay.finish != FINISH_NONE:
-            choice.finish, choice.told = replay.finish, True
-        record.choices.append(choice)
-    return record
 
 
 @dataclass(slots=True)
@@ -253,13 +139,6 @@ class Session:
             self.attached = False
         return stream == self.stream
 
-    def find(self, handle: int) -> Record:
-        """The live request with that handle."""
-        record = self.records.get(handle)
-        if record is None:
-            raise NotFound(f"no live request has handle {handle}", field="handle")
-        return record
-
     def accept(self, record: Record) -> None:
         """A request that the core has accepted; one that a replay brought complete has nothing to tell."""
         if not all(choice.told for choice in record.choices):
@@ -285,12 +164,9 @@ class Session:
         self.wake.set()
         if isinstance(event, Tokens):
             choice = record.choices[event.choice]
-            choice.tokens.extend(event.token_ids)
-            if choice.logprobs is not None:
-                _append_logprobs(choice.logprobs, event)
+            choice.add(event)
             self._dirty[choice] = None
             if event.finish != FINISH_NONE:
-                choice.finish = event.finish
                 return (choice,)
         elif isinstance(event, Started):
             record.started = event
@@ -339,16 +215,6 @@ class Session:
         if all(choice.told for choice in record.choices):
             self.records.pop(record.spec.owner.handle, None)
             self._forgotten()
-
-
-def _append_logprobs(columns: LogprobColumns, event: Tokens) -> None:
-    if event.logprobs is None:
-        columns.counts.extend([0] * len(event.token_ids))
-        return
-    columns.counts.extend(event.logprobs.counts)
-    columns.token_ids.extend(event.logprobs.token_ids)
-    columns.logprobs.extend(event.logprobs.logprobs)
-    columns.ranks.extend(event.logprobs.ranks)
 
 
 class Sessions:

@@ -23,8 +23,9 @@ from services.engine.events import (
     StepFailure,
     Tokens,
 )
+from services.engine.records import Record, record_of
 from services.engine.request import Replay, RequestSpec
-from services.engine.sessions import FRAME_TOKENS, Outgoing, Record, Session, Sessions, record_of
+from services.engine.sessions import FRAME_TOKENS, Outgoing, Session, Sessions
 
 OWNER = Owner(1, 5)
 SPEC = RequestSpec(

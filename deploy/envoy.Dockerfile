@@ -2,7 +2,7 @@
 FROM python:3.11-slim AS build
 WORKDIR /src
 COPY constraints.txt ./
-RUN pip install --no-cache-dir --constraint constraints.txt grpcio-tools
+RUN pip install --no-cache-dir --constraint constraints.txt grpcio-tools googleapis-common-protos
 COPY third_party third_party
 COPY protos protos
 RUN python -m protos.build --descriptor /openai_rest.binpb

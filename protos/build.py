@@ -42,8 +42,17 @@ def build(root: Path = ROOT) -> None:
 
 
 def describe(target: Path, root: Path = ROOT) -> None:
-    """Writes the REST facade and all that it needs as one descriptor set, for a proxy to transcode by."""
-    _protoc(root, f"--descriptor_set_out={target}", "--include_imports", "protos/openai_rest.proto")
+    """Writes the REST facade and all that it needs as one descriptor set, for a proxy to transcode by.
+
+    The details of a refusal must be in it too, or the proxy answers a refusal with an empty body.
+    """
+    from google.rpc import error_details_pb2
+
+    common = Path(error_details_pb2.__file__).parent.parent.parent
+    details = "google/rpc/error_details.proto"
+    _protoc(
+        root, f"-I{common}", f"--descriptor_set_out={target}", "--include_imports", "protos/openai_rest.proto", details
+    )
 
 
 def _protoc(root: Path, *arguments: str) -> None:

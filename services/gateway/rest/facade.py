@@ -60,12 +60,13 @@ class OpenAiRest(openai_rest_pb2_grpc.OpenAiRestServiceServicer):  # type: ignor
     ) -> AsyncIterator[httpbody_pb2.HttpBody]:
         headers = {str(name): str(value) for name, value in context.invocation_metadata() or ()}
         headers[REQUEST_ID] = request_id_of(headers)
-        await context.send_initial_metadata(((REQUEST_ID, headers[REQUEST_ID]),))
+        named = ((REQUEST_ID, headers[REQUEST_ID]),)
         try:
             reply = await self._api.call(operation, request.data, headers)
         except TriptychError as error:
-            await _refuse(context, error)
+            await _refuse(context, error, named)
             return
+        await context.send_initial_metadata(named)
         if isinstance(reply.body, bytes):
             yield httpbody_pb2.HttpBody(content_type=reply.content_type, data=reply.body)
             return
@@ -76,10 +77,11 @@ class OpenAiRest(openai_rest_pb2_grpc.OpenAiRestServiceServicer):  # type: ignor
                 content_type = ""
 
 
-async def _refuse(context: Context, error: TriptychError) -> None:
+async def _refuse(context: Context, error: TriptychError, named: tuple[tuple[str, str], ...]) -> None:
+    """Everything in the trailers: once headers are sent, a proxy has answered 200."""
     status = to_rpc_status(error)
     body = any_pb2.Any()
     body.Pack(httpbody_pb2.HttpBody(content_type=JSON, data=error_body(error)))
     status.details.append(body)
-    context.set_trailing_metadata(tuple(error_headers(error).items()))
+    context.set_trailing_metadata((*named, *error_headers(error).items()))
     await context.abort_with_status(rpc_status.to_status(status))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -72,9 +73,8 @@ def choose_ops(choice: str = "auto", *, deterministic: bool = False) -> Ops:
 
 
 def _linear(fast: bool, deterministic: bool) -> Callable[[Tensor, Tensor | None], Linear]:
-    def prepare(weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Linear:
+    def prepare(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         kind = packed.Linear if fast and packed.is_available(weight_OI) else linear_reference.Linear
-        linear: Linear = kind(weight_OI, bias_O)
-        return tiled.Linear(linear) if deterministic else linear
+        return kind(weight_OI, bias_O)
 
-    return prepare
+    return partial(tiled.Linear, prepare) if deterministic else prepare

@@ -1,7 +1,8 @@
 """Causal attention over a paged cache in a few large products: rows with one query together, longer ones alone.
 
-Keys are gathered token by token; a padded place repeats the row's last key, so that nothing outside a row's context
-is ever read, and its weight is zero. Legend as in reference.py; E rows of a group.
+Keys are gathered token by token into buffers that all groups and layers of a step share: fresh memory for each would
+cost more than the copy. A padded place repeats the row's last key, so that nothing outside a row's context is ever
+read, and its weight is zero. Legend as in reference.py; E rows of a group, S slots of the cache.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ QUERY_TILE = 128
 PADDING = 1.25
 """A group of single-query rows is padded to at most this times its shortest context (or by SLACK keys)."""
 SLACK = 64
+GROUP_KEYS = 4096
+"""Keys of a group: few enough that they are still in the CPU's cache when they are multiplied."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,6 +54,7 @@ class Attention:
         self._groups = [self._group(group) for group in self._split(singles)]
         self._longs = [self._long(row) for row in longs]
         self._mask_QL = self._right_aligned_mask(longs)
+        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __call__(
         self, q_THD: torch.Tensor, k_cache_NPKD: torch.Tensor, v_cache_NPKD: torch.Tensor, scale: float
@@ -59,10 +63,10 @@ class Attention:
         out_THD = torch.empty_like(q_THD)
         k_cache_SKD, v_cache_SKD = k_cache_NPKD.flatten(0, 1), v_cache_NPKD.flatten(0, 1)
         for group in self._groups:
-            out_THD[group.tokens_E] = _attend_group(q_THD[group.tokens_E], k_cache_SKD, v_cache_SKD, group, scale)
+            k_XKD, v_XKD = self._gather(k_cache_SKD, v_cache_SKD, group.slots_EL.flatten())
+            out_THD[group.tokens_E] = _attend_group(q_THD[group.tokens_E], k_XKD, v_XKD, group, scale)
         for long in self._longs:
-            k_LKD = k_cache_SKD.index_select(0, long.slots_L)
-            v_LKD = v_cache_SKD.index_select(0, long.slots_L)
+            k_LKD, v_LKD = self._gather(k_cache_SKD, v_cache_SKD, long.slots_L)
             for start in range(long.start, long.end, QUERY_TILE):
                 end = min(start + QUERY_TILE, long.end)
                 last = long.context_len - (long.end - end)  # one past the last key that the tile sees
@@ -71,6 +75,21 @@ class Attention:
                 mask = self._mask_QL[QUERY_TILE - (end - start) :, self._mask_QL.shape[1] - (last - first) :]
                 out_THD[start:end] = _attend_tile(q_THD[start:end], k_LKD[keys], v_LKD[keys], mask, scale)
         return out_THD
+
+    def _gather(
+        self, k_cache_SKD: torch.Tensor, v_cache_SKD: torch.Tensor, slots_X: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values at some slots; valid until the next call."""
+        if self._buffers is None:
+            most = max(
+                [group.slots_EL.numel() for group in self._groups] + [long.slots_L.numel() for long in self._longs]
+            )
+            size = (most, *k_cache_SKD.shape[1:])
+            self._buffers = (k_cache_SKD.new_empty(size), v_cache_SKD.new_empty(size))
+        k_XKD, v_XKD = (buffer[: slots_X.numel()] for buffer in self._buffers)
+        torch.index_select(k_cache_SKD, 0, slots_X, out=k_XKD)
+        torch.index_select(v_cache_SKD, 0, slots_X, out=v_XKD)
+        return k_XKD, v_XKD
 
     def _first_key(self, position: int) -> int:
         return 0 if self._window is None else max(0, position - self._window + 1)
@@ -84,8 +103,10 @@ class Attention:
         """Rows of similar length together, so that padding stays bounded."""
         groups: list[list[int]] = []
         for row in sorted(singles, key=self._span):
+            span = self._span(row)
             shortest = self._span(groups[-1][0]) if groups else 0
-            if groups and self._span(row) <= max(shortest * PADDING, shortest + SLACK):
+            alike = span <= max(shortest * PADDING, shortest + SLACK)
+            if groups and alike and span * (len(groups[-1]) + 1) <= GROUP_KEYS:
                 groups[-1].append(row)
             else:
                 groups.append([row])
@@ -138,13 +159,11 @@ class Attention:
 
 
 def _attend_group(
-    q_EHD: torch.Tensor, k_cache_SKD: torch.Tensor, v_cache_SKD: torch.Tensor, group: _Group, scale: float
+    q_EHD: torch.Tensor, k_XKD: torch.Tensor, v_XKD: torch.Tensor, group: _Group, scale: float
 ) -> torch.Tensor:
-    count, span = group.slots_EL.shape
-    heads = k_cache_SKD.shape[1]
-    k_EKLD = k_cache_SKD.index_select(0, group.slots_EL.flatten()).unflatten(0, (count, span)).transpose(1, 2)
-    v_EKLD = v_cache_SKD.index_select(0, group.slots_EL.flatten()).unflatten(0, (count, span)).transpose(1, 2)
-    q_EKGD = q_EHD.unflatten(1, (heads, -1))
+    k_EKLD = k_XKD.unflatten(0, group.slots_EL.shape).transpose(1, 2)
+    v_EKLD = v_XKD.unflatten(0, group.slots_EL.shape).transpose(1, 2)
+    q_EKGD = q_EHD.unflatten(1, (k_XKD.shape[1], -1))
     mask = None if group.mask_E11L is None else group.mask_E11L.to(q_EHD.dtype)
     return F.scaled_dot_product_attention(q_EKGD, k_EKLD, v_EKLD, attn_mask=mask, scale=scale).flatten(1, 2)
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from services.common.errors import InvalidArgument
 
@@ -32,13 +34,26 @@ _LAYER_NAMES = {
 }
 
 
+class _PlainReader(gguf.GGUFReader):  # type: ignore[misc]  # the library ships no types
+    """The library's reader over a plain view of the file: slices of np.memmap itself make it three times slower."""
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        """The bytes of the file, mapped."""
+        return self._view
+
+    @data.setter
+    def data(self, mapped: NDArray[np.uint8]) -> None:
+        self._view = mapped.view(np.ndarray)
+
+
 class GgufFile:
     """One GGUF file, mapped. `field` gives a metadata value, the rest speaks Hugging Face."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._reader = gguf.GGUFReader(path)
+            self._reader = _PlainReader(path)
         except (OSError, ValueError, IndexError) as error:
             raise InvalidArgument(f"{path} cannot be read as GGUF: {error}", field="model") from error
         self.architecture: str = self.required("general.architecture")
@@ -69,7 +84,8 @@ class GgufFile:
     def get(self, name: str) -> torch.Tensor:
         """One tensor in float32."""
         stored = self._tensors[name]
-        tensor = torch.from_numpy(gguf.quants.dequantize(stored.data, stored.tensor_type).copy())
+        values = gguf.quants.dequantize(stored.data, stored.tensor_type)
+        tensor = torch.from_numpy(values if values.flags.writeable else values.copy())
         unturn = self._interleaved_heads(name)
         return tensor if unturn is None else unturn(tensor)
 

@@ -1,0 +1,1 @@
+"""Each op against its reference, each reference against an independent formula."""

@@ -15,8 +15,6 @@ class PromptLogprobsFlag(Resource):
         return not request.family.reads_prefix
 
     def describe(self, request: Request, plan: StepPlan, at: int) -> None:
-        """After a preemption the prompt runs again; what is told already is flagged no more."""
-        family = request.family
-        end = request.num_computed + plan.num_tokens[at]
-        if request.num_computed < request.prompt_len and family.prompt_logprobs_sent < min(end, request.prompt_len):
+        """After a preemption the prompt runs again, flagged again if anything is left to tell."""
+        if request.num_computed < request.prompt_len and not request.family.reads_prefix:
             plan.flags[at] |= PROMPT_LOGPROBS

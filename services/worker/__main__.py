@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from prometheus_client import CollectorRegistry
 
-from protos import common_pb2, worker_pb2_grpc
 from services.common import logs
 from services.common.errors import TriptychError
 from services.common.metrics import Scrape
@@ -19,10 +17,9 @@ from services.common.settings import SettingsError
 from services.worker.config import WorkerSettings
 from services.worker.memory import available_bytes
 from services.worker.metrics import WorkerMetrics
-from services.worker.service import CONTRACT_VERSION, WorkerService
+from services.worker.service import WorkerService
 from services.worker.step import Runner
 
-_SERVICE = "triptych.v1.WorkerService"
 _log = logs.Log("worker")
 
 
@@ -42,19 +39,11 @@ def build_runner(settings: WorkerSettings) -> Runner:
     return TorchRunner(settings)
 
 
-def _peer(name: str) -> common_pb2.Peer:
+def _version() -> str:
     try:
-        release = version("triptych")
+        return version("triptych")
     except PackageNotFoundError:
-        release = "unpackaged"
-    return common_pb2.Peer(
-        role="worker",
-        name=name,
-        incarnation=secrets.randbits(63) | 1,
-        contract_min=CONTRACT_VERSION,
-        contract_max=CONTRACT_VERSION,
-        version=release,
-    )
+        return "unpackaged"
 
 
 async def _preload(service: WorkerService, settings: WorkerSettings) -> None:
@@ -90,12 +79,17 @@ async def main(argv: Sequence[str]) -> int:
     tune_interpreter()
     registry = CollectorRegistry()
     scrape = Scrape(registry, settings.metrics_host, settings.metrics_port)
-    memory_bytes = 0 if settings.simulated else available_bytes()
     metrics = WorkerMetrics(registry, settings.name)
-    service = WorkerService(runner, metrics, _peer(settings.name), settings.model, memory_bytes)
+    service = WorkerService(
+        runner,
+        metrics,
+        name=settings.name,
+        version=_version(),
+        model_path=settings.model,
+        memory_bytes=0 if settings.simulated else available_bytes(),
+    )
     server = Server([settings.listen])
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, server.grpc)
-    await server.start(_SERVICE)
+    await service.start(server)
     _log.info("listening", address=settings.listen, device=runner.device, metrics_port=scrape.port)
     tasks: list[asyncio.Task[None]] = []
     if settings.model or settings.simulated:

@@ -6,6 +6,7 @@ frames ── this loop ──▶ step thread: decode → run → encode ──�
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from services.common.errors import (
     Unimplemented,
 )
 from services.common.logs import Log
+from services.common.server import Server
 from services.worker import wire
 from services.worker.lease import Lease
 from services.worker.metrics import WorkerMetrics
@@ -33,6 +35,7 @@ from services.worker.step import CacheShape, LoadedModel, MemoryPlan, Runner
 from services.worker.stepper import Stepper, StepThread
 
 CONTRACT_VERSION = 1
+_SERVICE = "triptych.v1.WorkerService"
 _log = Log("worker.service")
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -60,11 +63,18 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
     """One worker rank. The runner is touched on the step thread only."""
 
     def __init__(
-        self, runner: Runner, metrics: WorkerMetrics, peer: common_pb2.Peer, model_path: str, memory_bytes: int
+        self, runner: Runner, metrics: WorkerMetrics, *, name: str, version: str, model_path: str, memory_bytes: int
     ) -> None:
         self._runner = runner
         self._metrics = metrics
-        self._peer = peer
+        self._peer = common_pb2.Peer(
+            role="worker",
+            name=name,
+            incarnation=secrets.randbits(63) | 1,
+            contract_min=CONTRACT_VERSION,
+            contract_max=CONTRACT_VERSION,
+            version=version,
+        )
         self._model_path = model_path
         self._memory_bytes = memory_bytes
         self._thread = StepThread()
@@ -78,6 +88,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
         self._stream: _Stream | None = None
 
     # What __main__ asks for.
+
+    async def start(self, server: Server) -> None:
+        """Serves the contract on a server."""
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server.grpc)
+        await server.start(_SERVICE)
 
     @property
     def silence_s(self) -> float:

@@ -10,6 +10,7 @@ sorted. A row without cutoffs looks at all tokens with rough noise, and at the b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from services.worker.sampling.order import largest
 
 _HEAD = 256  # likeliest tokens that are looked at first
 _ROUGH = 0.125  # more than twice what rough noise may be off
+_TILE = 1 << 17  # elements of rough noise at once: few enough to stay in the cache
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,23 +52,32 @@ class Drawing:
         """One token per row. Overwrites the logits with the scaled ones."""
         scaled_NV = logits_NV.sub_(best_N1).div_(self._column([cut.temperature for cut in cuts], logits_NV.dtype))
         tokens = [0] * len(cuts)
-        some = [index for index, cut in enumerate(cuts) if cut.cuts]
-        for index in range(len(cuts)):
-            if not cuts[index].cuts:
-                tokens[index] = self._among_all(scaled_NV[index], cuts[index].key)
-        if some:
-            rows_NV = scaled_NV if len(some) == len(cuts) else scaled_NV[some]
-            for index, token in zip(some, self._among_head(rows_NV, [cuts[i] for i in some]), strict=True):
-                tokens[index] = token
+        for among, wanted in ((self._among_head, True), (self._among_all, False)):
+            some = [index for index, cut in enumerate(cuts) if cut.cuts is wanted]
+            if some:
+                rows_NV = scaled_NV if len(some) == len(cuts) else scaled_NV[some]
+                for index, token in zip(some, among(rows_NV, [cuts[i] for i in some]), strict=True):
+                    tokens[index] = token
         return tokens
 
     def _column(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self._device).unsqueeze(-1)
 
-    def _among_all(self, scaled_V: torch.Tensor, key: int) -> int:
-        total_V = scaled_V + nearly(key, self._counters_V)
-        near = (total_V >= total_V.max() - _ROUGH).nonzero().flatten().unsqueeze(0)
-        return self._best(scaled_V[near], near, [key])[0]
+    def _among_all(self, scaled_NV: torch.Tensor, cuts: Sequence[Cut]) -> list[int]:
+        keys_N1 = self._keys(cuts)
+        tokens: list[int] = []
+        tile = max(1, _TILE // self._vocab_size)
+        for first in range(0, len(cuts), tile):
+            rows_NV, keys_T1 = scaled_NV[first : first + tile], keys_N1[first : first + tile]
+            total_NV = rows_NV + nearly(keys_T1, self._counters_V)
+            near_NV = total_NV >= total_NV.amax(-1, keepdim=True) - _ROUGH
+            rows, ids = near_NV.nonzero().unbind(-1)
+            totals = rows_NV[rows, ids].double() + gumbel(keys_T1[rows, 0], ids)
+            best: dict[int, tuple[float, int]] = {}
+            for row, total, token in zip(rows.tolist(), totals.tolist(), ids.tolist(), strict=True):
+                best[row] = max(best.get(row, (-math.inf, 0)), (total, -token))
+            tokens += [-best[row][1] for row in range(len(rows_NV))]
+        return tokens
 
     def _among_head(self, scaled_NV: torch.Tensor, cuts: Sequence[Cut]) -> list[int]:
         only_top_k = all(0 < cut.top_k <= _HEAD for cut in cuts)
@@ -76,7 +87,7 @@ class Drawing:
         values_NK, ids_NK = largest(scaled_NV, head)
         kept_N, settled_N = self._survivors(values_NK, mass_N1, cuts)
         width = int(kept_N.max())
-        tokens = self._best(self._first(values_NK, kept_N, width), ids_NK[:, :width], [cut.key for cut in cuts])
+        tokens = self._best(self._first(values_NK, kept_N, width), ids_NK[:, :width], cuts)
         for index in (~settled_N).nonzero().flatten().tolist():
             tokens[index] = self._among_sorted(scaled_NV[index : index + 1], cuts[index])
         return tokens
@@ -85,7 +96,7 @@ class Drawing:
         values_1V, ids_1V = largest(scaled_1V, self._vocab_size)
         kept_1, _ = self._survivors(values_1V, self._mass(scaled_1V, [cut]), [cut])
         width = int(kept_1[0])
-        return self._best(values_1V[:, :width], ids_1V[:, :width], [cut.key])[0]
+        return self._best(values_1V[:, :width], ids_1V[:, :width], [cut])[0]
 
     def _mass(self, scaled_NV: torch.Tensor, cuts: Sequence[Cut]) -> torch.Tensor:
         """What top_p is a part of where no other cutoff comes before it: the mass of all tokens."""
@@ -123,10 +134,12 @@ class Drawing:
         places = torch.arange(width, device=self._device)
         return values_NK[:, :width].masked_fill(places >= kept_N.unsqueeze(-1), -torch.inf)
 
-    def _best(self, values_NK: torch.Tensor, ids_NK: torch.Tensor, keys: Sequence[int]) -> list[int]:
+    def _best(self, values_NK: torch.Tensor, ids_NK: torch.Tensor, cuts: Sequence[Cut]) -> list[int]:
         """Gumbel-max: the candidate whose value plus noise is the largest; the lowest id among equals."""
-        keys_N1 = torch.tensor(keys, dtype=torch.int64, device=self._device).unsqueeze(-1)
-        totals = values_NK.double() + gumbel(keys_N1, ids_NK)
+        totals = values_NK.double() + gumbel(self._keys(cuts), ids_NK)
         ids = ids_NK.masked_fill(totals < totals.max(-1, keepdim=True).values, self._vocab_size)
         tokens: list[int] = ids.min(-1).values.tolist()
         return tokens
+
+    def _keys(self, cuts: Sequence[Cut]) -> torch.Tensor:
+        return torch.tensor([cut.key for cut in cuts], dtype=torch.int64, device=self._device).unsqueeze(-1)

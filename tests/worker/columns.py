@@ -1,0 +1,96 @@
+"""Steps for tests, plain and as frames."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from protos import common_pb2, worker_pb2
+from services.worker.step import SAMPLES, CacheShape, Int32, NewRow, SamplingParams, StepInput
+
+SHAPE = CacheShape(num_blocks=64, block_size=4, max_num_seqs=4, max_model_len=64, max_num_batched_tokens=32)
+
+
+def ints(*values: int) -> Int32:
+    return np.array(values, np.int32)
+
+
+def pack(*values: int) -> bytes:
+    return np.array(values, "<i4").tobytes()
+
+
+def unpack(column: bytes) -> list[int]:
+    return np.frombuffer(column, "<i4").tolist()
+
+
+def request(row: int, tokens: Sequence[int], prompt_len: int | None = None, epoch: int = 1, **sampling: Any) -> NewRow:
+    params = SamplingParams(**{"seed": 0, **sampling})
+    return NewRow(row, epoch, ints(*tokens), prompt_len or len(tokens), params, f"request-{row}", None)
+
+
+def step(
+    step_id: int,
+    rows: Sequence[tuple[int, int, int]] = (),
+    new: Sequence[NewRow] = (),
+    freed: Sequence[int] = (),
+    blocks: dict[int, Sequence[int]] | None = None,
+    flags: Sequence[int] | None = None,
+    first_writable: Sequence[int] | None = None,
+) -> StepInput:
+    """A step of (row, computed, tokens); `blocks` are the new ones by row; rows sample unless told otherwise."""
+    blocks = blocks or {}
+    listed = [list(blocks.get(row, ())) for row, _, _ in rows]
+    return StepInput(
+        step_id=step_id,
+        resync=False,
+        freed_rows=ints(*freed),
+        new_rows=tuple(new),
+        rows=ints(*(row for row, _, _ in rows)),
+        num_tokens=ints(*(count for _, _, count in rows)),
+        num_computed=ints(*(computed for _, computed, _ in rows)),
+        flags=np.array([SAMPLES] * len(rows) if flags is None else flags, np.uint8),
+        first_writable=ints(*([0] * len(rows) if first_writable is None else first_writable)),
+        block_counts=ints(*(len(ids) for ids in listed)),
+        block_ids=ints(*(block for ids in listed for block in ids)),
+        draft_counts=ints(),
+        draft_ids=ints(),
+    )
+
+
+def new_row(row: int, tokens: Sequence[int], epoch: int = 1, prompt_len: int | None = None, **sampling: Any) -> Any:
+    seed = sampling.pop("seed", 7)
+    return worker_pb2.NewRow(
+        row=row,
+        epoch=epoch,
+        token_id_i32le=pack(*tokens),
+        prompt_len=prompt_len or len(tokens),
+        sampling=common_pb2.SamplingParams(max_tokens=100, **sampling),
+        seed=seed,
+        request_id=f"request-{row}",
+    )
+
+
+def frame(
+    step_id: int,
+    rows: Sequence[tuple[int, int, int]] = (),
+    new: Sequence[Any] = (),
+    freed: Sequence[int] = (),
+    resync: bool = False,
+    flags: int = SAMPLES,
+) -> Any:
+    """A step of (row, computed, tokens) whose rows get blocks for all their tokens when they start."""
+    counts = [-(-tokens // SHAPE.block_size) + 4 if computed == 0 else 0 for _, computed, tokens in rows]
+    return worker_pb2.Step(
+        step_id=step_id,
+        resync=resync,
+        freed_row_i32le=pack(*freed),
+        new_rows=list(new),
+        row_i32le=pack(*(row for row, _, _ in rows)),
+        num_tokens_i32le=pack(*(count for _, _, count in rows)),
+        num_computed_i32le=pack(*(computed for _, computed, _ in rows)),
+        flags_u8=bytes([flags] * len(rows)),
+        block_count_i32le=pack(*counts),
+        block_id_i32le=pack(*range(sum(counts))),
+    )

@@ -201,7 +201,10 @@ class Bias:
         if not isinstance(pairs, list | tuple) or len(pairs) > self.most:
             raise wrong(field, self.wanted, value)
         biases: dict[int, float] = {}
-        for key, bias in pairs:
+        for pair in pairs:
+            if not isinstance(pair, list | tuple) or len(pair) != 2:
+                raise wrong(field, self.wanted, value)
+            key, bias = pair
             token_id = _key_id(key)
             if token_id is None:
                 raise wrong(field, "an object with token ids as keys", key)

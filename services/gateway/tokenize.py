@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import tokenizers
 
-from services.common.errors import InvalidArgument
+from services.common.errors import InvalidArgument, Unavailable
 from services.gateway.limits import check_text
 from services.gateway.text_files import read_text
 from services.gateway.vocabulary import Vocabulary, read_joining
@@ -68,6 +68,7 @@ class TokenizerPool:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._json = read_text({"tokenizer.json": tokenizer_json}, "tokenizer.json")
         self._local = threading.local()
+        self._closed = False
         self._short = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="text-short")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="text-long")
         self.vocabulary = self._short.submit(self._read_vocabulary).result()
@@ -79,6 +80,8 @@ class TokenizerPool:
     async def run(self, work: Callable[[Tokenizer], T], *, size: int = 0) -> T:
         """Runs work on a thread that has a tokenizer; `size` in characters chooses the lane."""
         lane = self._short if size <= _SHORT else self._long
+        if self._closed:
+            raise Unavailable("the model is being replaced", reason="NOT_READY", retry_after_ms=1000)
         return await asyncio.get_running_loop().run_in_executor(lane, lambda: work(self._tokenizer()))
 
     async def encode(
@@ -105,9 +108,10 @@ class TokenizerPool:
             )
 
     def close(self) -> None:
-        """Lets the threads end."""
-        self._short.shutdown(wait=False, cancel_futures=True)
-        self._long.shutdown(wait=False, cancel_futures=True)
+        """Lets the threads end once they have done what they were given."""
+        self._closed = True
+        self._short.shutdown(wait=False)
+        self._long.shutdown(wait=False)
 
     def _tokenizer(self) -> Tokenizer:
         try:

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from services.common.errors import InvalidArgument, Unimplemented
+from services.gateway.fields import FIELDS, REFUSED, Api, Asked, accepted, read_fields
+
+APIS = (Api.CHAT, Api.COMPLETIONS, Api.GRPC, Api.TOKENIZE, Api.DETOKENIZE)
+GOOD: dict[str, Any] = {
+    "model": "m", "messages": [], "prompt": "x", "tokens": [1], "add_special_tokens": True,
+    "add_generation_prompt": False, "continue_final_message": True, "chat_template_kwargs": {"a": 1}, "documents": [],
+    "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.5, "repetition_penalty": 1.5, "frequency_penalty": 0.5,
+    "presence_penalty": -0.5, "logit_bias": {"1": 2}, "allowed_token_ids": [1], "bad_words": ["x"], "seed": 7, "n": 2,
+    "max_tokens": 9, "max_completion_tokens": 9, "min_tokens": 1, "stop": ["x"], "stop_token_ids": [1],
+    "include_stop_str_in_output": True, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+    "skip_special_tokens": False, "top_logprobs": 2, "prompt_logprobs": 2, "echo": True, "return_token_ids": True,
+    "return_token_strs": True, "priority": -1, "cache_salt": "s", "request_id": "r", "user": "u",
+    "safety_identifier": "u", "prompt_cache_key": "k", "metadata": {"a": "b"}, "store": False, "service_tier": "auto",
+    "parallel_tool_calls": True, "modalities": ["text"], "spaces_between_special_tokens": True,
+}  # fmt: skip
+
+
+def value_of(name: str, api: Api) -> Any:
+    return (api is Api.CHAT or 3) if name == "logprobs" else GOOD[name]
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_every_accepted_field_changes_what_was_asked_or_says_that_it_does_not(api: Api) -> None:
+    for name, row in accepted(api).items():
+        asked = read_fields({name: value_of(name, api)}, api)
+        changed = {field.name for field in dataclasses.fields(Asked) if getattr(asked, field.name) is not None}
+        assert changed == ({row.to} if row.to else set()), name
+        assert row.meaning
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_null_is_unset(api: Api) -> None:
+    assert read_fields(dict.fromkeys(accepted(api)), api) == Asked()
+
+
+def test_no_row_stands_twice() -> None:
+    for api in APIS:
+        names = [row.name for row in (*FIELDS, *REFUSED) if api in row.apis]
+        assert len(names) == len(set(names)), api
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_known_features_that_are_not_built_are_refused_by_name(api: Api) -> None:
+    for row in REFUSED:
+        if api in row.apis:
+            with pytest.raises(Unimplemented if api is Api.GRPC else InvalidArgument, match=row.name) as caught:
+                read_fields({row.name: {"some": "thing"}}, api)
+            assert caught.value.field == row.name
+            for neutral in (None, *row.neutral):
+                assert read_fields({row.name: neutral}, api) == Asked()
+
+
+def test_neutral_values_are_exact() -> None:
+    for name, value in (("best_of", True), ("use_beam_search", 0), ("suffix", "x"), ("response_format", {})):
+        with pytest.raises(InvalidArgument):
+            read_fields({name: value}, Api.COMPLETIONS)
+
+
+def test_an_unknown_field_names_the_nearest_one() -> None:
+    with pytest.raises(InvalidArgument, match="did you mean 'temperature'") as caught:
+        read_fields({"temprature": 1}, Api.CHAT)
+    assert caught.value.field == "temprature"
+    with pytest.raises(InvalidArgument, match="unknown field"):
+        read_fields({"messages": []}, Api.COMPLETIONS)
+
+
+def test_grpc_names_have_their_prefix() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        read_fields({"top_p": 2.0}, Api.GRPC, prefix="sampling.")
+    assert caught.value.field == "sampling.top_p"
+
+
+def test_two_names_of_one_field_must_agree() -> None:
+    assert read_fields({"max_tokens": 5, "max_completion_tokens": 5}, Api.CHAT).max_tokens == 5
+    with pytest.raises(InvalidArgument, match="contradicts"):
+        read_fields({"max_tokens": 5, "max_completion_tokens": 6}, Api.CHAT)

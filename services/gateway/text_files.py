@@ -32,7 +32,7 @@ def read_files(files: Mapping[str, bytes]) -> TextFiles:
         raise FailedPrecondition("the model has no tokenizer.json", field="tokenizer.json")
     tokenizer = read_json(files, "tokenizer_config.json")
     generation = read_json(files, "generation_config.json")
-    special = _special_tokens(tokenizer)
+    special = _special_tokens({**read_json(files, "special_tokens_map.json"), **tokenizer})
     eos = _id_list(generation, "generation_config.json") or _id_list(read_json(files, "config.json"), "config.json")
     tokenizer_eos = special.get("eos_token")
     return TextFiles(

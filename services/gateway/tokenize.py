@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import tokenizers
 
-from services.common.errors import InvalidArgument, Unavailable
+from services.common.errors import FailedPrecondition, InvalidArgument, TriptychError, Unavailable
 from services.gateway.limits import check_text
 from services.gateway.text_files import read_text
 from services.gateway.vocabulary import Vocabulary, read_joining
@@ -71,7 +71,7 @@ class TokenizerPool:
         self._closed = False
         self._short = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="text-short")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="text-long")
-        self.vocabulary = self._short.submit(self._read_vocabulary).result()
+        self.vocabulary = self._first_read()
 
     def id_of(self, token: str) -> int | None:
         """The id of a token, by its content. Waits for a thread: for start-up only."""
@@ -119,6 +119,16 @@ class TokenizerPool:
         except AttributeError:
             tokenizer = self._local.tokenizer = Tokenizer(self._json)
         return tokenizer
+
+    def _first_read(self) -> Vocabulary:
+        reading = self._short.submit(self._read_vocabulary)
+        error = reading.exception()
+        if error is None:
+            return reading.result()
+        self.close()
+        if isinstance(error, TriptychError):
+            raise error
+        raise FailedPrecondition(f"tokenizer.json: {error}", field="tokenizer.json") from error
 
     def _read_vocabulary(self) -> Vocabulary:
         tokenizer = self._tokenizer()

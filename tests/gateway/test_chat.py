@@ -1,0 +1,215 @@
+"""The oracle is transformers' own rendering of the same templates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.common.errors import FailedPrecondition, InvalidArgument
+from services.gateway.chat import ChatTemplate, Conversation
+from services.gateway.limits import TextLimits
+from services.gateway.messages import Message, read_messages
+from tests.gateway.toys import CHATML
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+LLAMA2 = """{{ bos_token }}{% for message in messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {%- if message['role'] == 'user' %}
+        {{- '[INST] ' + message['content'].strip() + ' [/INST]' }}
+    {%- else %}
+        {{- ' ' + message['content'] + eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+QWEN = """{%- if documents %}
+    {{- 'docs: ' + documents | tojson }}
+{%- endif %}
+{%- set ns = namespace(last=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if message.role == "user" %}{%- set ns.last = index %}{%- break %}{%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == "assistant" and message.tool_calls %}
+        {{- '<|im_start|>assistant\\n' + message.content }}
+        {%- for call in message.tool_calls %}
+            {{- '<tool_call>' + (call.function | tojson(indent=2)) + '</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == "tool" %}
+        {{- '<tool_response>\\n' + (message.content if message.content is string else '') + '\\n</tool_response>\\n' }}
+    {%- else %}
+        {%- if message.reasoning_content is defined and loop.index0 > ns.last %}
+            {{- '<think>' + message.reasoning_content + '</think>' }}
+        {%- endif %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content | trim + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}
+"""
+PARTS = """{% for message in messages %}{{ message['role'] }}:{% for line in message['content'] %}
+{% if line['type'] == 'text' %}{{ line['text'] }}{% endif %}{% endfor %};{% endfor %}"""
+TALK: list[dict[str, Any]] = [
+    {"role": "user", "content": "  hello <world> & co  "},
+    {"role": "assistant", "content": "hi", "reasoning_content": "they greet"},
+    {"role": "user", "content": "naïve 🔥?"},
+]
+CALLS: list[dict[str, Any]] = [
+    *TALK,
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"é": [1]}}}],
+    },
+    {"role": "tool", "content": "result"},
+    {"role": "assistant", "content": "so: ", "reasoning_content": "it worked"},
+]
+
+
+def ours(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    variables = options.pop("variables", {})
+    return ChatTemplate(template, SPECIAL).render(Conversation(read_messages(messages), variables=variables, **options))
+
+
+def reference(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    variables = options.pop("variables", {})
+    if "add_generation_prompt" not in options:
+        options["add_generation_prompt"] = not options.get("continue_final_message")
+    rendered, _ = render_jinja_template([messages], chat_template=template, **SPECIAL, **variables, **options)
+    text: str = rendered[0]
+    return text
+
+
+@pytest.mark.parametrize("template", [CHATML, QWEN])
+@pytest.mark.parametrize("messages", [TALK, CALLS])
+@pytest.mark.parametrize("options", [{}, {"add_generation_prompt": False}, {"variables": {"enable_thinking": False}}])
+def test_equals_transformers(template: str, messages: list[dict[str, Any]], options: dict[str, Any]) -> None:
+    assert ours(template, messages, **options) == reference(template, messages, **options)
+
+
+def test_equals_transformers_with_documents_and_special_tokens() -> None:
+    documents = [{"title": "<t>", "text": "x"}]
+    assert ours(QWEN, TALK, documents=documents) == reference(QWEN, TALK, documents=documents)
+    assert (
+        ours(LLAMA2, TALK)
+        == reference(LLAMA2, TALK)
+        == "<s>[INST] hello <world> & co [/INST] hi</s>[INST] naïve 🔥? [/INST]"
+    )
+
+
+@pytest.mark.parametrize("template", [CHATML, QWEN])
+@pytest.mark.parametrize("words", ["so: ", "so", "a {{ b }} c\n"])
+def test_continues_inside_the_last_message(template: str, words: str) -> None:
+    messages = [*TALK, {"role": "assistant", "content": words}]
+    got = ours(template, messages, continue_final_message=True)
+    assert got.endswith(words), "nothing of it is trimmed, whatever the template does"
+    assert got.rstrip() == reference(template, messages, continue_final_message=True).rstrip()
+
+
+def test_both_ways_to_end_a_prompt_are_refused() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        ours(CHATML, TALK, continue_final_message=True, add_generation_prompt=True)
+    assert caught.value.field == "continue_final_message"
+
+
+def test_a_message_that_is_not_shown_cant_be_continued() -> None:
+    with pytest.raises(InvalidArgument, match="can't be continued"):
+        ours("{% for m in messages %}{{ m.role }}{% endfor %}", TALK, continue_final_message=True)
+    with pytest.raises(InvalidArgument, match="needs a last message"):
+        ours(CHATML, [*TALK, {"role": "assistant", "content": ""}], continue_final_message=True)
+
+
+def test_tool_results_in_parts_are_shown() -> None:
+    result = {"role": "tool", "content": [{"type": "text", "text": "part one"}, {"type": "text", "text": "part two"}]}
+    for template in (CHATML, QWEN):
+        assert "part one\npart two" in ours(template, [*TALK, result])
+
+
+def test_a_template_that_wants_parts_gets_them() -> None:
+    assert ours(PARTS, TALK[2:]) == "user:naïve 🔥?;"
+
+
+def test_empty_tool_calls_are_none() -> None:
+    with_none = [*TALK, {"role": "assistant", "content": "x", "tool_calls": []}]
+    assert ours(QWEN, with_none) == ours(QWEN, [*TALK, {"role": "assistant", "content": "x"}])
+
+
+def test_reasoning_reaches_the_template() -> None:
+    assert "<think>it worked</think>" in ours(QWEN, CALLS)
+
+
+def test_roles_that_the_template_does_not_know() -> None:
+    assert ours(CHATML, [{"role": "developer", "content": "x"}]).startswith("<|im_start|>system")
+    with pytest.raises(InvalidArgument, match="knows no role") as caught:
+        ours(CHATML, [{"role": "user", "content": "x"}, {"role": "robot", "content": "x"}])
+    assert caught.value.field == "messages[1].role"
+    assert ours("{{ 'robot' }}{{ messages[0].content }}", [{"role": "robot", "content": "x"}]) == "robotx"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "system", "content": "a"}, {"role": "system", "content": "b"}, TALK[0]],
+        [TALK[0], TALK[0]],
+    ],
+)
+def test_what_a_template_raises_is_the_requests_fault(messages: list[dict[str, Any]]) -> None:
+    with pytest.raises(InvalidArgument, match="must alternate") as caught:
+        ours(LLAMA2, messages)
+    assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content.nothing.more }}",
+        "{{ messages[7].content + 1 }}",
+        "{{ 1 / 0 }}",
+        "{{ messages | tojson(indent='x', bad=1) }}",
+        "{{ ''.__class__.__mro__ }}{{ messages.append(1) }}",
+        "{{ 'a' * 10000000000 }}",
+        "{{ 10 ** 10000000 }}",
+        "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+        "{{ strftime_now(5) }}",
+    ],
+)
+def test_faults_inside_a_template_are_never_the_servers(source: str) -> None:
+    template = ChatTemplate(source, SPECIAL)
+    with pytest.raises(InvalidArgument, match="chat template"):
+        template.render(Conversation((Message("user", "x"),)))
+
+
+def test_steps_time_and_output_are_limited() -> None:
+    talk = Conversation((Message("user", "x"),))
+    loops = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(InvalidArgument, match="too long"):
+        ChatTemplate(loops, limits=TextLimits(render_steps=10_000)).render(talk)
+    with pytest.raises(InvalidArgument, match="too long"):
+        ChatTemplate(loops, limits=TextLimits(render_s=0.0)).render(talk)
+    text = "{% for i in range(999) %}{{ messages[0].content }}{% endfor %}"
+    with pytest.raises(InvalidArgument, match="too long"):
+        ChatTemplate(text, limits=TextLimits(render_chars=500)).render(talk)
+    assert ChatTemplate(text).render(talk) == "x" * 999
+
+
+def test_variables_may_not_replace_what_has_a_field() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        ours(CHATML, TALK, variables={"messages": []})
+    assert caught.value.field == "chat_template_kwargs.messages"
+
+
+def test_a_broken_template_is_told_when_the_model_loads() -> None:
+    with pytest.raises(FailedPrecondition, match="can't be read"):
+        ChatTemplate("{% for %}")
+
+
+def test_generation_marks_are_just_content() -> None:
+    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    assert ours(source, TALK) == reference(source, TALK)

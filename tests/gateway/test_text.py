@@ -1,0 +1,161 @@
+"""Bodies in, jobs out, over a toy model; and the demo model's tokenizer and template against transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.errors import InvalidArgument
+from services.gateway.fields import Api, read_fields
+from services.gateway.messages import Message
+from services.gateway.request import GenerateSpec, ResponseOptions, TextOptions
+from services.gateway.text import Envelope, ModelText
+from tests.gateway import toys
+
+HELLO = [{"role": "user", "content": "the fox 🔥"}]
+ENVELOPE = Envelope("made-here", traceparent="00-aa-bb-01", deadline_ms=500)
+
+
+@pytest.fixture
+async def text() -> AsyncIterator[ModelText]:
+    files = toys.files(temperature=0.5, eos_token_id=[1, 0, 9999])
+    model = await ModelText.load("toy", files, vocab_size=400, max_model_len=64, max_n=4)
+    yield model
+    model.close()
+
+
+async def test_facts_come_from_the_files(text: ModelText) -> None:
+    assert text.facts.eos_token_ids == (1, 0), "ids past the embedding table can't be sampled"
+    assert text.facts.sampling_defaults == {"temperature": 0.5}
+
+
+async def test_a_chat(text: ModelText) -> None:
+    body = {"messages": HELLO, "stop": "x", "seed": 5, "n": 2, "stream": True, "logprobs": True, "user": "u"}
+    job = await text.chat(body, ENVELOPE)
+    rendered = "<|im_start|>user\nthe fox 🔥<|im_end|>\n<|im_start|>assistant\n"
+    ids = toys.ids("byte_level", rendered)
+    assert job.spec == GenerateSpec(
+        "made-here", "toy", ids, job.spec.sampling, TextOptions(("x",)), traceparent="00-aa-bb-01", deadline_ms=500
+    )
+    sampling = job.spec.sampling
+    assert (sampling.seed, sampling.n, sampling.temperature, sampling.logprobs) == (5, 2, 0.5, 0)
+    assert sampling.max_tokens == 64 - len(ids)
+    assert job.response == ResponseOptions(stream=True, top_logprobs=0)
+    assert await text.detokenize(ids) == rendered
+
+
+async def test_what_goes_with_a_request(text: ModelText) -> None:
+    body = {"messages": HELLO, "request_id": "mine", "priority": -3, "cache_salt": "s", "ignore_eos": True}
+    spec = (await text.chat(body, ENVELOPE)).spec
+    assert (spec.request_id, spec.priority, spec.cache_salt, spec.sampling.eos_token_ids) == ("mine", -3, "s", ())
+
+
+async def test_completions_have_a_job_per_prompt(text: ModelText) -> None:
+    jobs = await text.completions({"prompt": ["a fox", [5, 1, 6]], "echo": True, "logprobs": 1}, ENVELOPE)
+    assert [job.spec.prompt_ids for job in jobs] == [toys.ids("byte_level", "a fox"), (5, 1, 6)]
+    assert [job.echo for job in jobs] == ["a fox", toys.tokenizer("byte_level").decode([5, 6])]
+    assert [job.spec.sampling.prompt_logprobs for job in jobs] == [1, 1]
+    assert all(job.spec.sampling.max_tokens == 16 for job in jobs)
+
+
+async def test_bad_words_are_banned_at_the_start_and_after_a_space(text: ModelText) -> None:
+    job = await text.generate({"bad_words": ["fox", "jumps"]}, "a", ENVELOPE)
+    banned = set(job.spec.sampling.banned_sequences)
+    assert {toys.ids("byte_level", "jumps")} <= banned
+    for ids in banned:
+        assert toys.tokenizer("byte_level").decode(list(ids)).strip() in {"fox", "jumps"}
+
+
+async def test_grpc_prompts_and_conversations(text: ModelText) -> None:
+    job = await text.generate({"max_tokens": 3, "echo": True}, [5, 6], ENVELOPE)
+    assert (job.spec.prompt_ids, job.spec.sampling.max_tokens) == ((5, 6), 3)
+    chat = await text.converse({"max_tokens": 3}, [Message("user", "the fox 🔥")], ENVELOPE)
+    assert chat.spec.prompt_ids == (await text.chat({"messages": HELLO}, ENVELOPE)).spec.prompt_ids
+    with pytest.raises(InvalidArgument, match=r"sampling\.top_p"):
+        await text.generate({"top_p": 0.0}, [5], ENVELOPE, prefix="sampling.")
+
+
+async def test_tokenize_and_detokenize(text: ModelText) -> None:
+    assert await text.tokenize("a fox") == toys.ids("byte_level", "a fox")
+    asked = read_fields({"add_generation_prompt": False}, Api.TOKENIZE)
+    ids = await text.tokenize_messages([Message("user", "hi")], asked)
+    assert await text.detokenize(ids) == "<|im_start|>user\nhi<|im_end|>\n"
+    with pytest.raises(InvalidArgument, match="400") as caught:
+        await text.detokenize([400])
+    assert caught.value.field == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "messages"),
+        ({"messages": [{"role": "user", "content": "the " * 100}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
+        ({"messages": HELLO, "temprature": 1}, "temprature"),
+        ({"messages": HELLO, "temperature": float("nan")}, "temperature"),
+        ({"messages": HELLO, "stop_token_ids": [407]}, "stop_token_ids"),
+        ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools"),
+        ({"messages": HELLO, "documents": "x"}, "documents"),
+        ({"messages": HELLO, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+        ({"messages": HELLO, "chat_template_kwargs": {"x": "\ud800"}}, None),
+        ({"messages": HELLO, "stream_options": {"include_usage": True}}, "stream_options"),
+        (
+            {"messages": HELLO, "continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+        ),
+    ],
+)
+async def test_bad_chats_name_their_field_and_the_next_one_works(
+    text: ModelText, body: dict[str, Any], field: str | None
+) -> None:
+    if field is None:
+        assert await text.chat(body, ENVELOPE)
+        return
+    with pytest.raises(InvalidArgument) as caught:
+        await text.chat(body, ENVELOPE)
+    assert caught.value.field == field
+    assert await text.chat({"messages": HELLO}, ENVELOPE)
+
+
+@pytest.mark.parametrize("prompt", ["", [""], ["a", ""], [], [[]], [400], [-1], None, "the fox " * 60])
+async def test_bad_prompts(text: ModelText, prompt: object) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        await text.completions({"prompt": prompt}, ENVELOPE)
+    assert caught.value.field == "prompt"
+
+
+async def test_a_model_without_a_chat_template() -> None:
+    files = {"tokenizer.json": toys.tokenizer("llama2").to_str().encode()}
+    model = await ModelText.load("bare", files, vocab_size=400, max_model_len=64, max_n=4)
+    with pytest.raises(InvalidArgument, match="no chat template"):
+        await model.chat({"messages": HELLO}, ENVELOPE)
+    model.close()
+
+
+async def test_the_demo_model_as_transformers_reads_it(demo_gguf: Path, tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    from services.worker.gguf_file import GgufFile
+    from services.worker.text_files import files_of_gguf
+
+    files = files_of_gguf(GgufFile(demo_gguf))
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    oracle = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    text = await ModelText.load("demo", files, vocab_size=49152, max_model_len=8192, max_n=4)
+    assert text.facts.eos_token_ids == (2,)
+    talk = [
+        {"role": "user", "content": "In 1984, 🔥 żółw cost $3.50?\n"},
+        {"role": "assistant", "content": "Yes."},
+        HELLO[0],
+    ]
+    job = await text.chat({"messages": talk}, ENVELOPE)
+    expected = oracle.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
+    assert list(job.spec.prompt_ids) == expected
+    assert await text.detokenize(job.spec.prompt_ids) == oracle.decode(expected)
+    assert json.loads(files["config.json"])["vocab_size"] == 49152 == len(text.vocabulary)
+    text.close()

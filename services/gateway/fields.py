@@ -233,6 +233,14 @@ _ROWS: Mapping[Api, Mapping[str, Field | Refused]] = {
 }
 
 
+_GRPC_PLACES: Mapping[str, str] = {
+    **dict.fromkeys(("stream", "return_token_ids", "priority", "cache_salt", "request_id"), "options."),
+    **dict.fromkeys(("echo", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"), ""),
+    **dict.fromkeys(("tools", "tool_choice"), ""),
+}
+"""Where fields stand in the gRPC messages that are not sampling options."""
+
+
 def accepted(api: Api) -> dict[str, Field]:
     """The rows that a call accepts, by name."""
     return {name: row for name, row in _ROWS[api].items() if isinstance(row, Field)}
@@ -244,7 +252,7 @@ def read_fields(values: Mapping[str, object], api: Api, *, prefix: str = "") -> 
     asked: dict[str, Any] = {}
     for name, value in values.items():
         row = rows.get(name)
-        field = prefix + name
+        field = (_GRPC_PLACES.get(name, prefix) if prefix else "") + name
         if row is None:
             known = [known for known, row in rows.items() if isinstance(row, Field)]
             raise InvalidArgument(f"{field}: unknown field{nearest(name, known)}", field=field)

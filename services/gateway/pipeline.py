@@ -76,8 +76,9 @@ class ChoicePipeline:
         known = self._received - tokens.first_index
         if known < 0:
             raise internal(f"tokens {self._received} to {tokens.first_index} of choice {tokens.choice} are missing")
-        ids, positions = tokens.token_ids[known:], tokens.logprobs[known:]
-        self._positions.extend(positions)
+        ids = tokens.token_ids[known:]
+        if tokens.logprobs:
+            self._positions.extend(tokens.logprobs[known:])
         silent = ids[-1:] if self._is_silent(tokens.finish) else ()
         for token_id in ids[: len(ids) - len(silent)]:
             self._received += 1
@@ -93,7 +94,7 @@ class ChoicePipeline:
         if self._told:
             return None
         spans = self._ready
-        text = "".join([span.text for span in spans])
+        text = spans[0].text if len(spans) == 1 else "".join([span.text for span in spans])
         if self.finish is None and not text:
             held = self._unreleased or (self._scanner is not None and self._scanner.holding)
             if not (self._needs_tokens and spans and not held):

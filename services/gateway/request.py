@@ -100,7 +100,7 @@ Position = tuple[TokenLogprob, ...]
 """The token that stands at a position, then the likeliest ones; empty where nothing was asked."""
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)  # made for every token, and a frozen one takes three times as long to make
 class ChoiceTokens:
     """New tokens of one choice, as the router hands them on. `logprobs` has one position per token."""
 
@@ -139,7 +139,7 @@ class Finish:
     stop_token_id: int | None = None
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)  # as ChoiceTokens
 class Delta:
     """New text of one choice with the tokens behind it: text, ids and logprobs are cut at one token.
 

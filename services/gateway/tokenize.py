@@ -72,6 +72,7 @@ class TokenizerPool:
         self._short = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="text-short")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="text-long")
         self.vocabulary = self._first_read()
+        self._long.submit(self._tokenizer)  # so that the first long text does not wait for it
 
     def id_of(self, token: str) -> int | None:
         """The id of a token, by its content. Waits for a thread: for start-up only."""

@@ -76,6 +76,12 @@ def test_grpc_names_have_their_prefix() -> None:
     with pytest.raises(InvalidArgument) as caught:
         read_fields({"top_p": 2.0}, Api.GRPC, prefix="sampling.")
     assert caught.value.field == "sampling.top_p"
+    with pytest.raises(InvalidArgument) as caught:
+        read_fields({"cache_salt": ""}, Api.GRPC, prefix="sampling.")
+    assert caught.value.field == "options.cache_salt"
+    with pytest.raises(InvalidArgument) as caught:
+        read_fields({"echo": 1}, Api.GRPC, prefix="sampling.")
+    assert caught.value.field == "echo"
 
 
 def test_two_names_of_one_field_must_agree() -> None:

@@ -4,9 +4,12 @@ import math
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from services.common.errors import InvalidArgument
-from services.gateway.fields import Api, read_fields
+from services.gateway.fields import Api, accepted, read_fields
+from services.gateway.messages import read_messages
 from services.gateway.request import ResponseOptions, SamplingParams, TextOptions
 from services.gateway.validate import (
     ModelFacts,
@@ -176,3 +179,32 @@ def test_text_and_response_options() -> None:
     assert not ResponseOptions().needs_tokens
     with pytest.raises(InvalidArgument, match="needs stream"):
         response_options(read_fields({"stream_options": {}}, Api.CHAT), params)
+
+
+names = st.sampled_from(sorted(accepted(Api.CHAT) | accepted(Api.COMPLETIONS)))
+numbers = st.integers() | st.floats() | st.sampled_from([0, 1, 0.5, 2, 20, 63, 64, 100])
+values = st.recursive(
+    st.none() | st.booleans() | numbers | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(names, values, max_size=6), st.sampled_from([Api.CHAT, Api.COMPLETIONS]), st.integers(1, 63))
+def test_any_body_is_honoured_or_refused(body: dict[str, Any], api: Api, prompt: int) -> None:
+    try:
+        asked = read_fields(body, api)
+        if api is Api.CHAT:
+            read_messages(asked.messages or [{"role": "user", "content": "x"}])
+        else:
+            read_prompts(asked.prompt or "x")
+        params = sampling_params(asked, FACTS, prompt_tokens=prompt, api=api)
+        response_options(asked, params)
+    except InvalidArgument:
+        return
+    assert 1 <= params.max_tokens <= 64 - prompt
+    assert 0 <= params.min_tokens <= params.max_tokens
+    assert 1 <= params.n <= 4
+    assert 0 <= params.seed < 2**64
+    assert all(math.isfinite(value) for value in (params.temperature, params.top_p, params.min_p))

@@ -161,9 +161,9 @@ class Attention:
 def _attend_group(
     q_EHD: torch.Tensor, k_XKD: torch.Tensor, v_XKD: torch.Tensor, group: _Group, scale: float
 ) -> torch.Tensor:
-    k_EKLD = k_XKD.unflatten(0, group.slots_EL.shape).transpose(1, 2)
-    v_EKLD = v_XKD.unflatten(0, group.slots_EL.shape).transpose(1, 2)
-    q_EKGD = q_EHD.unflatten(1, (k_XKD.shape[1], -1))
+    k_EKLD = torch.unflatten(k_XKD, 0, group.slots_EL.shape).transpose(1, 2)
+    v_EKLD = torch.unflatten(v_XKD, 0, group.slots_EL.shape).transpose(1, 2)
+    q_EKGD = torch.unflatten(q_EHD, 1, (k_XKD.shape[1], -1))
     mask = None if group.mask_E11L is None else group.mask_E11L.to(q_EHD.dtype)
     return F.scaled_dot_product_attention(q_EKGD, k_EKLD, v_EKLD, attn_mask=mask, scale=scale).flatten(1, 2)
 
@@ -172,7 +172,7 @@ def _attend_tile(
     q_QHD: torch.Tensor, k_LKD: torch.Tensor, v_LKD: torch.Tensor, mask_QL: torch.Tensor, scale: float
 ) -> torch.Tensor:
     heads, group = k_LKD.shape[1], q_QHD.shape[1] // k_LKD.shape[1]
-    q_KGQD = q_QHD.unflatten(1, (heads, group)).permute(1, 2, 0, 3)
+    q_KGQD = torch.unflatten(q_QHD, 1, (heads, group)).permute(1, 2, 0, 3)
     k_KGLD = k_LKD.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
     v_KGLD = v_LKD.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
     mask = mask_QL.to(q_QHD.dtype)

@@ -69,7 +69,7 @@ class Attention:
         count, size = q_EHD.shape[0], q_EHD.shape[2]
         tile = -(-group // TILE) * TILE
         q_EKMD = q_EHD.new_zeros(count, heads, tile, size)
-        q_EKMD[:, :, :group] = q_EHD.unflatten(1, (heads, group))
+        q_EKMD[:, :, :group] = torch.unflatten(q_EHD, 1, (heads, group))
         state = _State(q_EKMD.flatten(0, 1))
         positions_E = torch.tensor([rows.context_lens[row] - 1 for row in self._singles], device=device)
         for start in range(
@@ -83,7 +83,7 @@ class Attention:
             hidden_EC = self._hidden(positions_E[:active, None], start)
             hidden_U1C = hidden_EC[:, None, :].expand(-1, heads, -1).reshape(active * heads, 1, CHUNK)
             state.fold(slice(0, active * heads), k_UCD, v_UCD, hidden_U1C, scale)
-        return state.result().unflatten(0, (count, heads))[:, :, :group].reshape(q_EHD.shape)
+        return torch.unflatten(state.result(), 0, (count, heads))[:, :, :group].reshape(q_EHD.shape)
 
     def _attend_long(
         self, row: int, q_THD: torch.Tensor, k_cache_SKD: torch.Tensor, v_cache_SKD: torch.Tensor, scale: float
@@ -96,8 +96,8 @@ class Attention:
         positions_UM1 = positions.clamp(max=context_len - 1).view(tiles, TILE, 1)
         last_positions = positions_UM1[:, -1, 0].tolist()
         q_KXD = q_THD.new_zeros(heads, tiles * TILE, q_THD.shape[2])
-        q_KXD[:, : count * group] = q_THD.unflatten(1, (heads, group)).transpose(0, 1).flatten(1, 2)
-        states = [_State(q_KXD[head].unflatten(0, (tiles, TILE))) for head in range(heads)]
+        q_KXD[:, : count * group] = torch.unflatten(q_THD, 1, (heads, group)).transpose(0, 1).flatten(1, 2)
+        states = [_State(torch.unflatten(q_KXD[head], 0, (tiles, TILE))) for head in range(heads)]
         for start in range(self._first_needed(row) // CHUNK * CHUNK, context_len, CHUNK):
             seeing = slice(sum(position < start for position in last_positions), tiles)
             slots_C = self._slots_XL[row][start : start + CHUNK]
@@ -107,7 +107,7 @@ class Attention:
                 shape = (tiles - seeing.start, -1, -1)
                 state.fold(seeing, k_KCD[head].expand(shape), v_KCD[head].expand(shape), hidden_UMC, scale)
         out_KXD = torch.stack([state.result().flatten(0, 1)[: count * group] for state in states])
-        return out_KXD.unflatten(1, (count, group)).transpose(0, 1).reshape(q_THD.shape)
+        return torch.unflatten(out_KXD, 1, (count, group)).transpose(0, 1).reshape(q_THD.shape)
 
     def _hidden(self, positions_X1: torch.Tensor, start: int) -> torch.Tensor:
         """Which keys of the chunk at `start` a query at each position may not see."""

@@ -20,4 +20,4 @@ class Linear:
 
 def is_available(weight_OI: torch.Tensor) -> bool:
     """True for float32 weights on a CPU whose torch has oneDNN."""
-    return weight_OI.device.type == "cpu" and weight_OI.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    return weight_OI.device.type == "cpu" and weight_OI.dtype == torch.float32 and torch._C._has_mkldnn

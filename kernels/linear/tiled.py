@@ -37,4 +37,4 @@ class Linear:
         count = x_TI.shape[0]
         padded = x_TI.new_zeros(-(-count // TILE) * TILE, x_TI.shape[1])
         padded[:count] = x_TI
-        return torch.cat([self._inner(tile) for tile in padded.split(TILE)])[:count, : self._outputs]
+        return torch.cat([self._inner(tile) for tile in torch.split(padded, TILE)])[:count, : self._outputs]

@@ -165,7 +165,7 @@ class GgufFile:
         heads = self._number("attention.head_count")
         if ".k_proj." in name:
             heads = self._number("attention.head_count_kv", heads)
-        return lambda tensor: tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
+        return lambda tensor: torch.unflatten(tensor, 0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
 
 
 def _short_float(value: float) -> float:

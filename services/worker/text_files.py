@@ -80,7 +80,9 @@ def files_of_gguf(file: GgufFile) -> dict[str, bytes]:
     template = file.field("tokenizer.chat_template")
     if template is not None:
         tokenizer_config["chat_template"] = template
-    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+    generation: dict[str, Any] = {
+        key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config
+    }
     return {
         "config.json": _json(config),
         "tokenizer.json": build_tokenizer(file).to_str().encode(),

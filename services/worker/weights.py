@@ -60,7 +60,7 @@ class SafetensorsFolder:
 
     def _open(self, path: Path) -> None:
         try:
-            file = safe_open(path, framework="pt")
+            file: Any = safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
             raise InvalidArgument(f"{path} cannot be read: {error}", field="model") from error
         self._files.update(dict.fromkeys(file.keys(), file))

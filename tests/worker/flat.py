@@ -32,7 +32,7 @@ class Sequences:
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
         self.tables = [[order.pop() for _ in range(blocks)] for blocks in needed]
 
-    def step(self, pieces: Iterable[tuple[int, int]]) -> None:
+    def step(self, pieces: Iterable[tuple[int, int]], *, write: bool = True) -> None:
         """One forward pass over (sequence, how many of its next tokens)."""
         ids: list[int] = []
         positions: list[int] = []
@@ -53,7 +53,7 @@ class Sequences:
         batch = Batch(
             input_ids_T=torch.tensor(ids),
             positions_T=torch.tensor(positions),
-            slots_T=torch.tensor(slots),
+            slots_T=torch.tensor(slots if write else [-1] * len(slots)),
             row_starts=tuple(starts),
             context_lens=tuple(contexts),
             block_table_RB=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),

@@ -122,16 +122,16 @@ def no_script() -> Script:
     return Script([], Entry(random=True))
 
 
-def read_script(path: str, encode: Encode) -> Script:
+def read_script(path: str, encode: Encode, vocab_size: int) -> Script:
     """The script in a file. Raises InvalidArgument saying what is wrong with it, and where."""
     try:
         document = json.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise _wrong(f"cannot read {path}: {error}") from None
-    return parse_script(document, encode)
+    return parse_script(document, encode, vocab_size)
 
 
-def parse_script(document: Any, encode: Encode) -> Script:
+def parse_script(document: Any, encode: Encode, vocab_size: int) -> Script:
     """The script in a JSON document."""
     _check_keys(document, ("requests", "otherwise"), "the script")
     entries = document.get("requests", [])
@@ -139,6 +139,10 @@ def parse_script(document: Any, encode: Encode) -> Script:
         raise _wrong("requests must be a list")
     parsed = [_entry(entry, f"requests[{index}]", encode) for index, entry in enumerate(entries)]
     otherwise = _entry(document.get("otherwise", {"random": True}), "otherwise", encode)
+    for entry in (*parsed, otherwise):
+        for token in (*entry.every, *(token for ranked in entry.answer for token in ranked)):
+            if token >= vocab_size:
+                raise _wrong(f"token id {token} is outside the vocabulary of {vocab_size}")
     return Script(parsed, otherwise)
 
 

@@ -148,7 +148,9 @@ class SimulatedRunner:
         """Takes the text files from a folder, or makes its own where none is named."""
         files = _read_text_files(model_path) if model_path else toy_text_files(self._max_model_len)
         text = _Text(files, self._max_model_len)
-        self._script = read_script(self._script_path, text.encode) if self._script_path else no_script()
+        self._script = (
+            read_script(self._script_path, text.encode, text.vocab_size) if self._script_path else no_script()
+        )
         self._text = text
         _log.debug("text files read", words=len(text.words))
         return LoadedModel(

@@ -1,0 +1,218 @@
+"""The simulated runner: default answers, scripts, and scripts that are wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from services.common.errors import InvalidArgument
+from services.worker.script import parse_script
+from services.worker.simulated import Cost, SimulatedRunner
+from services.worker.step import (
+    PROMPT_LOGPROBS,
+    ROW_FAILED,
+    ROW_NOT_FINITE,
+    ROW_OK,
+    SAMPLES,
+    NewRow,
+    RowResult,
+    StepFailed,
+)
+from services.worker.toy_text import toy_text_files
+from tests.worker.columns import SHAPE, request, step
+
+EOS = 258
+
+
+def runner(folder: Path | None = None, script: Any = None) -> SimulatedRunner:
+    path = ""
+    if folder is not None:
+        path = str(folder / "script.json")
+        Path(path).write_text(json.dumps(script))
+    made = SimulatedRunner(path, Cost(), SHAPE.max_model_len)
+    made.load("", None)
+    made.init_cache(SHAPE)
+    return made
+
+
+def generate(made: SimulatedRunner, new: NewRow, count: int) -> list[RowResult]:
+    """The results of `count` steps of one request."""
+    known = len(new.tokens)
+    results = list(made.execute(step(0, [(new.row, 0, known)], [new])).results)
+    for number in range(1, count):
+        results += made.execute(step(number, [(new.row, known + number - 1, 1)])).results
+    return results
+
+
+def answer(made: SimulatedRunner, prompt: bytes = b"hi", count: int = 8, row: int = 0, **sampling: Any) -> list[int]:
+    sampling = {"eos_ids": (EOS,), **sampling}
+    results = generate(made, request(row, prompt, **sampling), count)
+    assert all(result.status == ROW_OK for result in results)
+    return [token for result in results for token in result.token_ids]
+
+
+class TestToyText:
+    def test_any_text_is_encoded_byte_by_byte_and_back(self) -> None:
+        tokenizer = Tokenizer.from_str(toy_text_files(100)["tokenizer.json"].decode())
+        for text in ("hello", "Grüße, 世界! 🎉\n\t", " leading", "a  b"):
+            ids = tokenizer.encode(text).ids
+            assert ids == list(text.encode())
+            assert tokenizer.decode(ids) == text
+        assert tokenizer.encode("<|im_start|>x<|im_end|>").ids == [257, ord("x"), 258]
+
+
+class TestRandomAnswers:
+    def test_printable_and_fixed_by_seed_and_position(self) -> None:
+        first = answer(runner(), seed=3, count=20)
+        assert first == answer(runner(), seed=3, count=20, row=2)
+        assert first == answer(runner(), b"another prompt of another length"[:2], seed=3, count=20)
+        assert first != answer(runner(), seed=4, count=20)
+        assert bytes(first).decode().replace(" ", "").isalpha()
+
+    def test_greedy_answers_depend_on_the_prompt_only(self) -> None:
+        assert answer(runner(), seed=1, temperature=0) == answer(runner(), seed=2, temperature=0)
+        assert answer(runner(), b"hi", temperature=0) != answer(runner(), b"ho", temperature=0)
+
+    def test_a_resumed_request_goes_on(self) -> None:
+        whole = answer(runner(), seed=5, count=10)
+        resumed = request(1, [*b"hi", *whole[:4]], prompt_len=2, seed=5)
+        assert [result.token_ids[0] for result in generate(runner(), resumed, 6)] == whole[4:]
+
+    def test_masks_are_honoured(self) -> None:
+        assert set(answer(runner(), allowed_ids=(65, 66), count=30)) == {65, 66}
+        plain = answer(runner(), seed=1, count=30)
+        banned = tuple({(token,) for token in plain})
+        assert not set(answer(runner(), seed=1, count=30, banned_sequences=banned)) & set(plain)
+        results = generate(runner(), request(0, b"x", allowed_ids=(EOS,), eos_ids=(EOS,), min_tokens=1), 1)
+        assert results[0].status == ROW_FAILED
+
+
+class TestScripts:
+    def test_text_then_eos(self, tmp_path: Path) -> None:
+        made = runner(tmp_path, {"requests": [{"text": "Yes."}]})
+        assert answer(made, count=6) == [*b"Yes.", EOS, EOS]
+        assert answer(made, b"next", count=3, row=1)[0] != ord("Y")
+
+    def test_by_prompt_ids_prompt_text_content_and_order(self, tmp_path: Path) -> None:
+        entries = [
+            {"text": "first"},
+            {"prompt": [1, 2], "tokens": [77]},
+            {"prompt": "ab", "tokens": [78]},
+            {"contains": "needle", "tokens": [79]},
+            {"text": "second"},
+        ]
+        made = runner(tmp_path, {"requests": entries, "otherwise": {"tokens": [80]}})
+        prompts = [bytes([1, 2, 3]), b"abc", b"a needle", b"x", b"y", b"z"]
+        assert [answer(made, prompt, count=1)[0] for prompt in prompts] == [77, 78, 79, ord("f"), ord("s"), 80]
+
+    def test_a_request_that_comes_again_keeps_its_entry(self, tmp_path: Path) -> None:
+        made = runner(tmp_path, {"requests": [{"text": "first"}, {"text": "second"}]})
+        assert answer(made, b"x", count=2) == [*b"fi"]
+        assert answer(made, b"y", count=1, row=1) == [*b"s"]
+        resumed = request(2, [*b"x", *b"fi"], prompt_len=1)
+        resumed = NewRow(2, 9, resumed.tokens, 1, resumed.sampling, "request-0", None)
+        assert [result.token_ids[0] for result in generate(made, resumed, 3)] == [*b"rst"]
+
+    def test_repeat_and_random(self, tmp_path: Path) -> None:
+        made = runner(tmp_path, {"requests": [{"text": "ab", "then": "repeat"}, {"text": "ab", "then": "random"}]})
+        assert answer(made, b"x", count=5) == [*b"ababa"]
+        assert EOS not in answer(made, b"y", count=9, row=1)
+
+    def test_prefer_takes_the_first_that_may_be_sampled(self, tmp_path: Path) -> None:
+        made = runner(tmp_path, {"requests": [{"prefer": [["a", "b"], [EOS, "c"], ["d"]]}, {"prefer": ["e", 102]}]})
+        assert answer(made, b"x", count=4, banned_sequences=((ord("a"),),), min_tokens=2) == [*b"bcd", EOS]
+        assert answer(made, b"y", count=2, row=1, banned_sequences=((ord("e"),),)) == [102, 102]
+
+    def test_min_tokens_and_banned_ids_win_over_the_script(self, tmp_path: Path) -> None:
+        made = runner(tmp_path, {"otherwise": {"tokens": [EOS]}})
+        tokens = answer(made, count=4, min_tokens=3)
+        assert EOS not in tokens[:3]
+        assert tokens[3] == EOS
+
+    def test_nan_and_failure_the_given_number_of_times(self, tmp_path: Path) -> None:
+        script = {"requests": [{"text": "abc", "nan_at": 1, "times": 1}, {"text": "abc", "fail_at": 0, "times": 2}]}
+        made = runner(tmp_path, script)
+        statuses = [result.status for result in generate(made, request(0, b"x"), 2)]
+        assert statuses == [ROW_OK, ROW_NOT_FINITE]
+        retry = made.execute(step(9, [(0, 1, 1)]))
+        assert retry.results[0].token_ids == (ord("b"),)
+        for _ in range(2):
+            with pytest.raises(StepFailed, match="output token 0"):
+                generate(made, request(1, b"y"), 1)
+        assert answer(made, b"y", count=1, row=1) == [ord("a")]
+
+    def test_a_replay_passes_the_point_where_it_hung(self, tmp_path: Path) -> None:
+        made = runner(tmp_path, {"otherwise": {"text": "abcd", "hang_at": 2}})
+        replay = request(0, b"xab", prompt_len=1)
+        assert [result.token_ids[0] for result in generate(made, replay, 2)] == [*b"cd"]
+        made.release()
+        assert answer(made, count=4, row=1) == [*b"abcd"]
+
+    @pytest.mark.parametrize(
+        ("document", "message"),
+        [
+            ({"request": []}, "unknown key 'request' in the script; did you mean 'requests'?"),
+            ({"requests": [{"txt": "a"}]}, "unknown key 'txt' in requests[0]; did you mean 'text'?"),
+            ({"requests": [{"dieat": 1}]}, "did you mean 'die_at'?"),
+            ({"otherwise": {"zzz": 1}}, "it knows contains"),
+            ({"requests": {}}, "requests must be a list"),
+            ({"requests": [{"text": "a", "tokens": [1]}]}, "both 'text' and 'tokens'"),
+            ({"requests": [{"tokens": ["a"]}]}, "requests[0].tokens must be a list of token ids"),
+            ({"requests": [{"tokens": [-1]}]}, "requests[0].tokens must be a list of token ids"),
+            ({"requests": [{"tokens": [259]}]}, "outside the vocabulary"),
+            ({"requests": [{"prefer": ["two letters"]}]}, "is 11 tokens, not one"),
+            ({"requests": [{"prefer": []}]}, "must be a list that is not empty"),
+            ({"requests": [{"then": "stop"}]}, "then is 'stop'"),
+            ({"requests": [{"die_at": "soon"}]}, "requests[0].die_at is 'soon'"),
+            ({"requests": [{"delay_ms": -1}]}, "requests[0].delay_ms is -1"),
+            ([], "the script must be an object"),
+        ],
+    )
+    def test_a_wrong_script_says_where(self, document: Any, message: str) -> None:
+        with pytest.raises(InvalidArgument) as caught:
+            parse_script(document, lambda text: list(text.encode()), 259)
+        assert message in caught.value.message
+
+    def test_a_file_that_is_not_there(self) -> None:
+        made = SimulatedRunner("/nowhere/script.json", Cost(), 64)
+        with pytest.raises(InvalidArgument, match=r"cannot read /nowhere/script\.json"):
+            made.load("", None)
+
+
+class TestLogprobs:
+    def test_sampled_and_prompt(self) -> None:
+        made = runner()
+        new = request(0, b"abc", logprobs=2, prompt_logprobs=1)
+        first = made.execute(step(0, [(0, 0, 2)], [new], flags=[PROMPT_LOGPROBS]))
+        second = made.execute(step(1, [(0, 2, 1)], flags=[PROMPT_LOGPROBS | SAMPLES]))
+        (head,), (tail,) = first.prompt_logprobs, second.prompt_logprobs
+        assert (head.first_position, tail.first_position) == (0, 3)
+        assert [[entry.token_id for entry in entries] for entries in head.positions] == [[], [98, 98], [99, 99]]
+        assert tail.positions == ()
+        (result,) = second.results
+        assert [entry.rank for entry in result.logprobs[0]] == [1, 1, 2]
+        assert result.logprobs[0][0].token_id == result.token_ids[0]
+        assert first.results == ()
+
+
+class TestTextFolder:
+    def test_a_folder_of_text_files_is_served(self, tmp_path: Path) -> None:
+        for name, content in toy_text_files(32).items():
+            (tmp_path / name).write_bytes(content)
+        (tmp_path / "model.safetensors.index.json").write_text("{}")
+        loaded = SimulatedRunner("", Cost(), 64).load(str(tmp_path), None)
+        assert loaded.max_model_len == 32
+        assert sorted(loaded.text_files) == sorted(toy_text_files(32))
+
+    def test_anything_else_is_refused(self, tmp_path: Path) -> None:
+        for path, message in ((tmp_path / "no", "export-text"), (tmp_path, "tokenizer.json")):
+            with pytest.raises(InvalidArgument, match=message):
+                SimulatedRunner("", Cost(), 64).load(str(path), None)
+
+
+def test_the_cost_model() -> None:
+    assert Cost(1000, 10, 100).seconds(tokens=5, rows=2) == pytest.approx(1250e-6)

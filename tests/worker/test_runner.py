@@ -1,0 +1,289 @@
+"""The torch runner on a tiny model with random weights: the same tokens however the work is cut."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from services.common.errors import FailedPrecondition
+from services.worker.config import WorkerSettings
+from services.worker.runner import TorchRunner
+from services.worker.step import (
+    PROMPT_LOGPROBS,
+    ROW_FAILED,
+    ROW_NOT_FINITE,
+    ROW_OK,
+    SAMPLES,
+    CacheShape,
+    Candidate,
+    NewRow,
+    StepOutput,
+)
+from services.worker.toy_text import VOCAB_SIZE, toy_text_files
+from tests.worker.columns import SHAPE, request, step
+
+HIDDEN, HEADS, KV_HEADS, HEAD, FEED = 32, 4, 2, 8, 48
+PROMPT = [11, 200, 34, 5, 90, 90, 17, 3, 150, 42, 8]
+
+
+def tiny_llama(folder: Path) -> Path:
+    """A Llama of two layers with random weights."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"model.embed_tokens.weight": (VOCAB_SIZE, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    for layer in range(2):
+        name = f"model.layers.{layer}"
+        shapes |= {
+            f"{name}.input_layernorm.weight": (HIDDEN,),
+            f"{name}.post_attention_layernorm.weight": (HIDDEN,),
+            f"{name}.self_attn.q_proj.weight": (HEADS * HEAD, HIDDEN),
+            f"{name}.self_attn.k_proj.weight": (KV_HEADS * HEAD, HIDDEN),
+            f"{name}.self_attn.v_proj.weight": (KV_HEADS * HEAD, HIDDEN),
+            f"{name}.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD),
+            f"{name}.mlp.gate_proj.weight": (FEED, HIDDEN),
+            f"{name}.mlp.up_proj.weight": (FEED, HIDDEN),
+            f"{name}.mlp.down_proj.weight": (HIDDEN, FEED),
+        }
+    weights = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    for name, content in toy_text_files(64).items():
+        (folder / name).write_bytes(content)
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": HIDDEN,
+        "intermediate_size": FEED,
+        "num_hidden_layers": 2,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "eos_token_id": 258,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_llama(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+def runner_of(model_path: str, **settings: Any) -> TorchRunner:
+    made = TorchRunner(WorkerSettings.build(threads=1, deterministic=True, **settings))
+    made.load(model_path, None)
+    made.init_cache(SHAPE)
+    return made
+
+
+@pytest.fixture
+def runner(model_path: str) -> TorchRunner:
+    return runner_of(model_path)
+
+
+def tokens_of(output: StepOutput) -> dict[int, int]:
+    assert all(result.status == ROW_OK for result in output.results)
+    return {result.row: result.token_ids[0] for result in output.results}
+
+
+def generate(
+    runner: TorchRunner, new: NewRow, count: int, chunk: int = 64, blocks: Sequence[int] = range(1, 13)
+) -> list[int]:
+    """`count` tokens of one request alone, its prompt in chunks."""
+    known, made, number = len(new.tokens), [], 0
+    for start in range(0, known, chunk):
+        size = min(chunk, known - start)
+        flags = [SAMPLES if start + size == known else 0]
+        first = start == 0
+        given = step(
+            number,
+            [(new.row, start, size)],
+            [new] if first else (),
+            blocks={new.row: blocks} if first else {},
+            flags=flags,
+        )
+        output, number = runner.execute(given), number + 1
+    made += tokens_of(output).values()
+    for index in range(count - 1):
+        made += tokens_of(runner.execute(step(number + index, [(new.row, known + index, 1)]))).values()
+    return made
+
+
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 1.5, "seed": 3},
+    {"temperature": 0.9, "seed": 4, "top_p": 0.9, "top_k": 40, "frequency_penalty": 0.7, "repetition_penalty": 1.2},
+]
+
+
+class TestEquality:
+    @pytest.mark.parametrize("sampling", SAMPLING)
+    @pytest.mark.parametrize("chunk", [1, 3, 4, 10])
+    def test_chunks_give_the_tokens_of_the_whole(
+        self, runner: TorchRunner, sampling: dict[str, Any], chunk: int
+    ) -> None:
+        whole = generate(runner, request(0, PROMPT, **sampling), 12)
+        assert len(set(whole)) > 2
+        assert generate(runner, request(1, PROMPT, **sampling), 12, chunk, blocks=range(20, 32)) == whole
+
+    @pytest.mark.parametrize("sampling", SAMPLING)
+    def test_preempted_and_resumed_on_another_row(self, runner: TorchRunner, sampling: dict[str, Any]) -> None:
+        whole = generate(runner, request(0, PROMPT, **sampling), 12)
+        first = generate(runner, request(1, PROMPT, **sampling), 5)
+        resumed = request(2, [*PROMPT, *first], prompt_len=len(PROMPT), epoch=2, **sampling)
+        assert first + generate(runner, resumed, 7, blocks=range(40, 52)) == whole
+
+    @pytest.mark.parametrize("sampling", SAMPLING)
+    def test_neighbours_change_nothing(self, runner: TorchRunner, sampling: dict[str, Any]) -> None:
+        alone = generate(runner, request(0, PROMPT, **sampling), 6)
+        new = [request(0, [7], seed=9), request(1, PROMPT, **sampling), request(3, [1, 2, 3, 4], seed=10, top_p=0.5)]
+        blocks = {0: range(5), 1: range(5, 11), 3: range(11, 16)}
+        order = [(3, 4), (0, 1), (1, len(PROMPT))]
+        made = [tokens_of(runner.execute(step(0, [(row, 0, size) for row, size in order], new, blocks=blocks)))[1]]
+        for number in range(5):
+            rows = [(row, size + number, 1) for row, size in order]
+            made.append(tokens_of(runner.execute(step(number + 1, rows)))[1])
+        assert made == alone
+
+    def test_a_full_prefix_hit_recomputes_one_token_and_writes_nothing(self, runner: TorchRunner) -> None:
+        prompt = PROMPT[:8]  # two full blocks
+        whole = generate(runner, request(0, prompt, temperature=0), 6, blocks=[1, 2, 3, 4])
+        cache = runner._cache
+        assert cache is not None
+        shared = [tensor[2].clone() for tensor in cache.layer(1)]
+        new = request(1, prompt, temperature=0)
+        made = [tokens_of(runner.execute(step(0, [(1, 7, 1)], [new], blocks={1: [1, 2]}, first_writable=[8])))[1]]
+        assert all(torch.equal(tensor[2], kept) for tensor, kept in zip(cache.layer(1), shared, strict=True))
+        for index in range(5):
+            blocks = {1: [9, 10]} if index == 0 else {}
+            made.append(tokens_of(runner.execute(step(1, [(1, 8 + index, 1)], blocks=blocks)))[1])
+        assert made == whole
+
+
+class TestLogprobs:
+    def prompt_entries(self, runner: TorchRunner, chunk: int, top: int = 3) -> list[tuple[Candidate, ...]]:
+        new = request(0, PROMPT, temperature=0, prompt_logprobs=top)
+        entries: list[tuple[Candidate, ...]] = []
+        for start in range(0, len(PROMPT), chunk):
+            size = min(chunk, len(PROMPT) - start)
+            last = start + size == len(PROMPT)
+            first = start == 0
+            output = runner.execute(
+                step(
+                    start,
+                    [(0, start, size)],
+                    [new] if first else (),
+                    blocks={0: range(6)} if first else {},
+                    flags=[PROMPT_LOGPROBS | (SAMPLES if last else 0)],
+                )
+            )
+            (part,) = output.prompt_logprobs
+            assert part.first_position == len(entries)
+            entries += part.positions
+        return entries
+
+    def test_every_prompt_position_once_however_it_is_cut(self, model_path: str, runner: TorchRunner) -> None:
+        whole = self.prompt_entries(runner, len(PROMPT))
+        assert [entries[0].token_id for entries in whole[1:]] == PROMPT[1:]
+        assert whole[0] == ()
+        for chunk in (1, 2, 5):
+            for position, entries in enumerate(self.prompt_entries(runner, chunk)):
+                assert [entry[::2] for entry in entries] == [entry[::2] for entry in whole[position]]
+                for one, other in zip(entries, whole[position], strict=True):
+                    assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+        assert self.prompt_entries(runner_of(model_path, logits_rows=2), len(PROMPT)) == whole
+
+    def test_they_are_the_models(self, runner: TorchRunner) -> None:
+        """Each entry is what sampling there would have reported for the likeliest, and the sum is one."""
+        entries = self.prompt_entries(runner, len(PROMPT))
+        for position in (1, 4, 10):
+            new = request(1, PROMPT[:position], temperature=0, logprobs=3)
+            (result,) = runner.execute(step(0, [(1, 0, position)], [new], blocks={1: range(20, 26)})).results
+            assert [entry.token_id for entry in result.logprobs[0][1:]] == [e.token_id for e in entries[position][1:]]
+            assert result.logprobs[0][0].logprob == pytest.approx(entries[position][1].logprob, abs=1e-5)
+        assert all(math.isfinite(entry.logprob) and entry.logprob < 0 for part in entries for entry in part)
+
+
+class TestFailures:
+    def test_a_row_with_a_poisoned_cache_fails_alone(self, runner: TorchRunner) -> None:
+        new = [request(0, PROMPT, temperature=0), request(1, PROMPT, temperature=0)]
+        blocks = {0: range(4), 1: range(4, 8)}
+        runner.execute(step(0, [(0, 0, 11), (1, 0, 11)], new, blocks=blocks))
+        assert runner._cache is not None
+        for tensor in runner._cache.layer(0):
+            tensor[5] = math.nan
+        output = runner.execute(step(1, [(0, 11, 1), (1, 11, 1)]))
+        assert [result.status for result in output.results] == [ROW_OK, ROW_NOT_FINITE]
+        late = runner.execute(step(2, [(0, 12, 1), (1, 12, 1)]))
+        assert [result.status for result in late.results] == [ROW_OK, ROW_FAILED]
+
+    def test_rows_without_a_request_fail_alone(self, runner: TorchRunner) -> None:
+        output = runner.execute(step(0, [(2, 0, 1), (0, 0, 3)], [request(0, [1, 2, 3], epoch=8)], blocks={0: [0]}))
+        assert [(result.row, result.epoch, result.status) for result in output.results] == [
+            (2, 0, ROW_FAILED),
+            (0, 8, ROW_OK),
+        ]
+
+    def test_reset_empties_all_rows(self, runner: TorchRunner) -> None:
+        runner.execute(step(0, [(0, 0, 3)], [request(0, [1, 2, 3])], blocks={0: [0]}))
+        runner.reset()
+        assert runner.execute(step(1, [(0, 3, 1)])).results[0].status == ROW_FAILED
+
+    def test_a_step_that_only_frees(self, runner: TorchRunner) -> None:
+        assert runner.execute(step(0, freed=[1, 2])).results == ()
+
+    def test_out_of_order(self, model_path: str) -> None:
+        bare = TorchRunner(WorkerSettings.build())
+        with pytest.raises(FailedPrecondition, match="no model is named"):
+            bare.load("", None)
+        with pytest.raises(FailedPrecondition, match="no model is loaded"):
+            bare.plan_memory(SHAPE, None)
+        bare.load(model_path, None)
+        with pytest.raises(FailedPrecondition, match="InitCache"):
+            bare.execute(step(0))
+
+
+class TestMemory:
+    def test_the_plan_is_in_bytes_and_adds_up(self, model_path: str) -> None:
+        plan = runner_of(model_path).plan_memory(SHAPE, 1 << 20)
+        per_token = 2 * 2 * KV_HEADS * HEAD * 4
+        assert (plan.bytes_per_block, plan.num_blocks) == (per_token * 4, (1 << 20) // (per_token * 4))
+        assert plan.kv_cache_bytes == plan.num_blocks * plan.bytes_per_block
+        assert plan.weight_bytes > VOCAB_SIZE * HIDDEN * 4
+        assert plan.step_bytes > 0
+        assert "largest step" in plan.summary
+
+    def test_the_settings_say_how_much_unless_the_engine_does(self, model_path: str) -> None:
+        runner = runner_of(model_path, kv_cache_bytes=1 << 16)
+        assert runner.plan_memory(SHAPE, None).kv_cache_bytes == 1 << 16
+        assert runner.plan_memory(SHAPE, 1 << 17).kv_cache_bytes == 1 << 17
+        free = runner_of(model_path, kv_cache_fraction=0.01).plan_memory(SHAPE, None)
+        assert free.num_blocks > 16
+
+    @pytest.mark.parametrize(
+        ("kv_cache_bytes", "message"),
+        [(100, "not even one KV block"), (4096, "needs 16 blocks"), (1 << 50, "do not fit in")],
+    )
+    def test_what_cannot_work_is_refused_with_the_sum(self, model_path: str, kv_cache_bytes: int, message: str) -> None:
+        with pytest.raises(FailedPrecondition, match=message) as caught:
+            runner_of(model_path).plan_memory(SHAPE, kv_cache_bytes)
+        assert "weights" in caught.value.message
+
+    def test_a_larger_step_takes_more(self, model_path: str) -> None:
+        runner = runner_of(model_path)
+        large = CacheShape(1, 4, 32, 64, 2048)
+        small = runner.plan_memory(SHAPE, 1 << 20).step_bytes
+        assert runner.plan_memory(large, 1 << 20).step_bytes > small

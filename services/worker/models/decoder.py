@@ -70,7 +70,7 @@ class Decoder:
         config, ops = self.config, self._ops
         heads, kv_heads = config.num_heads, config.num_kv_heads
         qkv_TNA = torch.unflatten(layer.qkv(x_TD), 1, (heads + 2 * kv_heads, config.head_dim))
-        qk_TNA, v_TKA = torch.split(qkv_TNA, (heads + kv_heads, kv_heads), dim=1)
+        qk_TNA, v_TKA = torch.split(qkv_TNA, [heads + kv_heads, kv_heads], dim=1)
         if layer.q_norm_A is not None and layer.k_norm_A is not None:
             q_THA = ops.rms_norm(qk_TNA[:, :heads], layer.q_norm_A, config.rms_norm_eps)
             k_TKA = ops.rms_norm(qk_TNA[:, heads:], layer.k_norm_A, config.rms_norm_eps)

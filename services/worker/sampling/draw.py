@@ -4,8 +4,8 @@
     survivors: exp(scaled) >= min_p, then the first top_k, then the smallest head with top_p of their mass
     token = argmax of scaled + noise(seed, position, id) over the survivors
 
-A row with cutoffs is decided among its likeliest few; only where those do not settle it is the row
-sorted. A row without cutoffs looks at all tokens with rough noise, and at the best with exact noise.
+A row with cutoffs is decided among its likeliest few; where those do not settle it, among more, and
+only then among all. A row without cutoffs looks at all tokens with rough noise, and at the best with exact noise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from services.worker.sampling.noise import counters, gumbel, nearly
 from services.worker.sampling.order import largest
 
-_HEAD = 256  # likeliest tokens that are looked at first
+_HEADS = (256, 4096)  # likeliest tokens that are looked at first, and then
 _ROUGH = 0.125  # more than twice what rough noise may be off
 _TILE = 1 << 17  # elements of rough noise at once: few enough to stay in the cache
 
@@ -80,23 +80,29 @@ class Drawing:
         return tokens
 
     def _among_head(self, scaled_NV: torch.Tensor, cuts: Sequence[Cut]) -> list[int]:
-        only_top_k = all(0 < cut.top_k <= _HEAD for cut in cuts)
-        head = max(cut.top_k for cut in cuts) if only_top_k else _HEAD
-        head = min(head, self._vocab_size)
+        tokens = [0] * len(cuts)
         mass_N1 = self._mass(scaled_NV, cuts)
-        values_NK, ids_NK = largest(scaled_NV, head)
-        kept_N, settled_N = self._survivors(values_NK, mass_N1, cuts)
-        width = int(kept_N.max())
-        tokens = self._best(self._first(values_NK, kept_N, width), ids_NK[:, :width], cuts)
-        for index in (~settled_N).nonzero().flatten().tolist():
-            tokens[index] = self._among_sorted(scaled_NV[index : index + 1], cuts[index])
+        left = list(range(len(cuts)))
+        for head in self._heads(cuts):
+            some = [cuts[index] for index in left]
+            rows_NV, mass_L1 = (scaled_NV, mass_N1) if len(left) == len(cuts) else (scaled_NV[left], mass_N1[left])
+            values_NK, ids_NK = largest(rows_NV, head)
+            kept_N, settled_N = self._survivors(values_NK, mass_L1, some)
+            width = int(kept_N.max())
+            drawn = self._best(self._first(values_NK, kept_N, width), ids_NK[:, :width], some)
+            settled = settled_N.tolist()
+            for index, token in zip(left, drawn, strict=True):
+                tokens[index] = token  # of a row that is not settled, until the next round
+            left = [index for index, done in zip(left, settled, strict=True) if not done]
+            if not left:
+                break
         return tokens
 
-    def _among_sorted(self, scaled_1V: torch.Tensor, cut: Cut) -> int:
-        values_1V, ids_1V = largest(scaled_1V, self._vocab_size)
-        kept_1, _ = self._survivors(values_1V, self._mass(scaled_1V, [cut]), [cut])
-        width = int(kept_1[0])
-        return self._best(values_1V[:, :width], ids_1V[:, :width], [cut])[0]
+    def _heads(self, cuts: Sequence[Cut]) -> list[int]:
+        """How many of the likeliest are looked at, round by round."""
+        if all(0 < cut.top_k <= _HEADS[0] for cut in cuts):
+            return [max(cut.top_k for cut in cuts)]
+        return [*(head for head in _HEADS if head < self._vocab_size), self._vocab_size]
 
     def _mass(self, scaled_NV: torch.Tensor, cuts: Sequence[Cut]) -> torch.Tensor:
         """What top_p is a part of where no other cutoff comes before it: the mass of all tokens."""

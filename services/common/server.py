@@ -6,6 +6,7 @@ A first SIGTERM or SIGINT turns readiness off and drains; a second one exits at 
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import os
 import signal
@@ -161,5 +162,9 @@ async def wait_for_signal() -> None:
 
 
 def tune_interpreter() -> None:
-    """Threads beside gRPC get the interpreter 10 times sooner than by default (measured: 10.9 → 1.9 ms)."""
+    """Threads beside gRPC get the interpreter 10 times sooner than by default (measured: 10.9 → 1.9 ms).
+
+    What the imports made is left out of every garbage collection from now on.
+    """
     sys.setswitchinterval(0.0005)
+    gc.freeze()

@@ -12,6 +12,7 @@ from importlib import metadata
 from prometheus_client import CollectorRegistry
 
 from services.common import logs
+from services.common.errors import TriptychError
 from services.common.logs import Log
 from services.common.metrics import Scrape
 from services.common.server import Server, tune_interpreter, wait_for_signal
@@ -97,17 +98,15 @@ def _version() -> str:
         return "unreleased"
 
 
-async def serve(settings: EngineSettings) -> int:
+async def serve(engine: Engine, scrape: Scrape) -> int:
     """Runs an engine until a signal asks it to end."""
-    engine = Engine(settings)
-    scrape = Scrape(engine.registry, settings.metrics_host, settings.metrics_port)
     running = asyncio.create_task(engine.run())
     asked = asyncio.create_task(wait_for_signal())
     try:
         await asyncio.wait((running, asked), return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             running.result()
-        _log.info("draining", limit_s=settings.drain_s)
+        _log.info("draining", limit_s=engine.settings.drain_s)
         await engine.drain()
     finally:
         running.cancel()
@@ -122,12 +121,14 @@ async def main(argv: Sequence[str]) -> int:
     """`python -m services.engine`; the exit status."""
     try:
         settings = EngineSettings.load(argv, "triptych engine")
-    except SettingsError as error:
+        engine = Engine(settings)
+        scrape = Scrape(engine.registry, settings.metrics_host, settings.metrics_port)
+    except (SettingsError, TriptychError, ValueError, OSError, RuntimeError) as error:  # an address may be taken
         print(f"triptych engine: {error}", file=sys.stderr)
         return 2
     logs.configure("engine", settings.name, settings.log_level, settings.log_style)
     tune_interpreter()
-    return await serve(settings)
+    return await serve(engine, scrape)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from services.common.errors import DeadlineExceeded, TriptychError, Unavailable,
 from services.common.logs import Log
 from services.engine.config import EngineSettings
 from services.engine.core import CoreConfig, EngineCore
-from services.engine.events import FINISH_ABORT, FINISH_NONE, Event, Failed, Started, StepFailure, Tokens
+from services.engine.events import FINISH_ABORT, FINISH_NONE, Event, Failed, StepFailure
 from services.engine.metrics import EngineMetrics, finished_reason
 from services.engine.plan import StepOutcome
 from services.engine.records import Record, record_of
@@ -233,18 +233,13 @@ class EngineLoop:
 
     def _emit(self, events: Iterable[Event]) -> None:
         """Notes events for their gateways; the streams take them from there."""
-        now = time.monotonic()
+        now, find = time.monotonic(), self.sessions.find
         for event in events:
-            found = self.sessions.find(event.owner)
+            found = find(event.owner)
             if found is None:
                 continue
             session, record = found
-            ended = session.tell(event, record)
-            if isinstance(event, Tokens):
-                if event.token_ids:
-                    record.stamp_token(now)
-            elif isinstance(event, Started):
-                record.started_at = record.accepted_at + event.queue_s
+            ended = session.tell(event, record, now)
             for choice in ended:
                 self._metrics.finished(choice.finish)
             if ended and record.finished:

@@ -25,6 +25,7 @@ class Choice:
     """What one choice has produced. Indexes count its output tokens."""
 
     record: Record
+    handle: int
     index: int
     base: int
     tokens: array[int]  # from base on
@@ -40,15 +41,17 @@ class Choice:
         """Takes new tokens, and the end if they come with it."""
         self.tokens.extend(event.token_ids)
         self.finish = event.finish
-        if self.logprobs is None:
-            return
+        if self.logprobs is not None:
+            self._add_logprobs(self.logprobs, event)
+
+    def _add_logprobs(self, own: LogprobColumns, event: Tokens) -> None:
         if event.logprobs is None:
-            self.logprobs.counts.extend([0] * len(event.token_ids))
+            own.counts.extend([0] * len(event.token_ids))
             return
-        self.logprobs.counts.extend(event.logprobs.counts)
-        self.logprobs.token_ids.extend(event.logprobs.token_ids)
-        self.logprobs.logprobs.extend(event.logprobs.logprobs)
-        self.logprobs.ranks.extend(event.logprobs.ranks)
+        own.counts.extend(event.logprobs.counts)
+        own.token_ids.extend(event.logprobs.token_ids)
+        own.logprobs.extend(event.logprobs.logprobs)
+        own.ranks.extend(event.logprobs.ranks)
 
     def rewind(self) -> None:
         """Everything from base on is to be told again, the end included."""
@@ -124,6 +127,7 @@ def record_of(spec: RequestSpec, now: float) -> Record:
         replay = spec.replay[index] if spec.replay else None
         choice = Choice(
             record,
+            spec.owner.handle,
             index,
             base=len(replay.token_ids) if replay else 0,
             tokens=array("i"),

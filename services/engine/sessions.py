@@ -42,26 +42,36 @@ class Rows:
     finishes: bytearray = field(default_factory=bytearray)
     logprobs: LogprobColumns | None = None
 
-    def take(self, choice: Choice, room: int) -> None:
-        """Moves up to `room` unsent tokens of the choice here, and its end if they were the last."""
-        start, stop = choice.sent, min(len(choice.tokens), choice.sent + room)
-        at_end = stop == len(choice.tokens) and choice.failure is None
-        finish = choice.finish if at_end else FINISH_NONE
+    def take(self, choice: Choice, room: int) -> int:
+        """Moves up to `room` unsent tokens of the choice here, and its end if they were the last.
+
+        Returns the room taken, log probability entries included.
+        """
+        tokens, start = choice.tokens, choice.sent
+        count = len(tokens) - start
+        whole = count <= room
+        if not whole:
+            count = room
+        taken = count
         if choice.logprobs is not None:
-            self._take_logprobs(choice, choice.logprobs, start, stop)
+            taken += self._take_logprobs(choice, choice.logprobs, start, start + count)
         elif self.logprobs is not None:
-            self.logprobs.counts.extend([0] * (stop - start))
-        self.handles.append(choice.record.spec.owner.handle)
+            self.logprobs.counts.extend([0] * count)
+        self.handles.append(choice.handle)
         self.choices.append(choice.index)
         self.first_indexes.append(choice.base + start)
-        self.token_counts.append(stop - start)
-        self.token_ids.extend(choice.tokens[start:stop])
-        self.finishes.append(finish)
-        choice.sent = stop
-        if finish != FINISH_NONE:
-            choice.told = True
+        self.token_counts.append(count)
+        if count == 1:
+            self.token_ids.append(tokens[start])
+        else:
+            self.token_ids.extend(tokens[start : start + count])
+        choice.sent = start + count
+        ends = whole and choice.finish != FINISH_NONE and choice.failure is None
+        self.finishes.append(choice.finish if ends else FINISH_NONE)
+        choice.told = ends
+        return taken
 
-    def _take_logprobs(self, choice: Choice, source: LogprobColumns, start: int, stop: int) -> None:
+    def _take_logprobs(self, choice: Choice, source: LogprobColumns, start: int, stop: int) -> int:
         if self.logprobs is None:
             self.logprobs = empty_logprobs()
             self.logprobs.counts.extend([0] * len(self.token_ids))
@@ -72,11 +82,7 @@ class Rows:
         self.logprobs.logprobs.extend(source.logprobs[first:last])
         self.logprobs.ranks.extend(source.ranks[first:last])
         choice.sent_entries = last
-
-    @property
-    def size(self) -> int:
-        """Tokens and log probability entries."""
-        return len(self.token_ids) + (len(self.logprobs.token_ids) if self.logprobs else 0)
+        return last - first
 
 
 @dataclass(slots=True)
@@ -159,17 +165,20 @@ class Session:
         self._draining = True
         self.wake.set()
 
-    def tell(self, event: Event, record: Record) -> Sequence[Choice]:
+    def tell(self, event: Event, record: Record, now: float) -> Sequence[Choice]:
         """Notes an event of one of the session's requests for its stream; the choices that it ends."""
         self.wake.set()
         if isinstance(event, Tokens):
             choice = record.choices[event.choice]
             choice.add(event)
             self._dirty[choice] = None
+            if event.token_ids:
+                record.stamp_token(now)
             if event.finish != FINISH_NONE:
                 return (choice,)
         elif isinstance(event, Started):
             record.started = event
+            record.started_at = record.accepted_at + event.queue_s
             self._started.append(event)
         elif isinstance(event, PromptLogprobs):
             record.prompt_logprobs.append(event)
@@ -195,16 +204,18 @@ class Session:
             draining=self._draining,
         )
         self._started, self._prompt_logprobs, self._rejected, self._draining = [], [], [], False
-        while self._dirty and out.rows.size < FRAME_TOKENS:
-            choice = next(iter(self._dirty))
-            if choice.failure is None or choice.sent < len(choice.tokens):
-                out.rows.take(choice, FRAME_TOKENS - len(out.rows.token_ids))
+        rows, room = out.rows, FRAME_TOKENS
+        dirty, self._dirty = self._dirty, {}
+        for choice in dirty:
+            if room > 0 and (choice.failure is None or choice.sent < len(choice.tokens)):
+                room -= rows.take(choice, room)
             if choice.sent < len(choice.tokens):
-                break
-            del self._dirty[choice]
-            if choice.failure is not None:
+                self._dirty[choice] = None
+            elif choice.failure is not None:
                 choice.told = True
                 out.failed.append(Failed(choice.record.spec.owner, choice.index, choice.failure))
+            elif choice.finish != FINISH_NONE and not choice.told:
+                self._dirty[choice] = None  # no room was left for a row without tokens
             if choice.told:
                 self._forget_if_told(choice.record)
         if not self._dirty:

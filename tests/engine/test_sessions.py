@@ -90,12 +90,12 @@ def rows(out: Outgoing) -> list[tuple[int, int, int, list[int], int]]:
 
 def test_steps_merge_until_the_stream_takes_them() -> None:
     _, session, record = a_session()
-    session.tell(tokens(0, 10), record)
-    session.tell(tokens(1, 11), record)
+    session.tell(tokens(0, 10), record, 0.5)
+    session.tell(tokens(1, 11), record, 0.5)
     assert session.wake.is_set()
     assert rows(session.take()) == [(5, 0, 0, [10, 11], FINISH_NONE)]
     assert not session.wake.is_set()
-    session.tell(tokens(2, 12, finish=FINISH_EOS), record)
+    session.tell(tokens(2, 12, finish=FINISH_EOS), record, 0.5)
     assert rows(session.take()) == [(5, 0, 2, [12], FINISH_EOS)]
     assert session.records == {}
 
@@ -104,7 +104,7 @@ def test_the_handle_is_free_once_the_end_has_been_taken() -> None:
     sessions, session, record = a_session()
     with pytest.raises(InvalidArgument):
         session.check_free(5)
-    session.tell(tokens(0, finish=FINISH_EOS), record)
+    session.tell(tokens(0, finish=FINISH_EOS), record, 0.5)
     with pytest.raises(InvalidArgument):
         session.check_free(5)
     assert sessions.live == 1
@@ -116,25 +116,25 @@ def test_the_handle_is_free_once_the_end_has_been_taken() -> None:
 
 def test_a_new_stream_is_told_all_that_is_live_again() -> None:
     _, session, record = a_session(replace(SPEC, n=2))
-    session.tell(Started(OWNER, 4, 0.1), record)
-    session.tell(PromptLogprobs(OWNER, 0, LogprobColumns(array("i"), array("i"), array("f"), array("i"))), record)
-    session.tell(tokens(0, 10, 11, finish=FINISH_LENGTH), record)
-    session.tell(tokens(0, 20, choice=1), record)
+    session.tell(Started(OWNER, 4, 0.1), record, 0.5)
+    session.tell(PromptLogprobs(OWNER, 0, LogprobColumns(array("i"), array("i"), array("f"), array("i"))), record, 0.5)
+    session.tell(tokens(0, 10, 11, finish=FINISH_LENGTH), record, 0.5)
+    session.tell(tokens(0, 20, choice=1), record, 0.5)
     assert len(rows(session.take())) == 2
     session.attach()
     again = session.take()
     assert rows(again) == [(5, 0, 0, [10, 11], FINISH_LENGTH), (5, 1, 0, [20], FINISH_NONE)]
     assert len(again.started) == len(again.prompt_logprobs) == 1
-    session.tell(tokens(1, 21, choice=1), record)
+    session.tell(tokens(1, 21, choice=1), record, 0.5)
     assert rows(session.take()) == [(5, 1, 1, [21], FINISH_NONE)]
 
 
 def test_what_came_while_no_stream_was_there_is_kept() -> None:
     _, session, record = a_session()
-    session.tell(tokens(0, 10), record)
+    session.tell(tokens(0, 10), record, 0.5)
     session.take()
     assert session.detach(session.stream)
-    session.tell(tokens(1, 11, finish=FINISH_LENGTH), record)
+    session.tell(tokens(1, 11, finish=FINISH_LENGTH), record, 0.5)
     session.attach()
     assert list(session.records) == [5]
     assert rows(session.take()) == [(5, 0, 0, [10, 11], FINISH_LENGTH)]
@@ -151,12 +151,12 @@ def test_an_older_stream_does_not_detach_a_newer_one() -> None:
 def test_a_replay_begins_where_it_ended() -> None:
     spec = replace(SPEC, n=2, replay=(Replay(array("i", [1, 2, 3])), Replay(array("i", [4]), FINISH_EOS)))
     _, session, record = a_session(spec)
-    session.tell(tokens(3, 9), record)
+    session.tell(tokens(3, 9), record, 0.5)
     assert rows(session.take()) == [(5, 0, 3, [9], FINISH_NONE)]
     assert record.output_tokens == 5
     session.attach()
     assert rows(session.take()) == [(5, 0, 3, [9], FINISH_NONE), (5, 1, 1, [], FINISH_EOS)]
-    session.tell(tokens(4, 8, finish=FINISH_LENGTH), record)
+    session.tell(tokens(4, 8, finish=FINISH_LENGTH), record, 0.5)
     assert rows(session.take()) == [(5, 0, 4, [8], FINISH_LENGTH)]
     assert session.records == {}
 
@@ -169,11 +169,11 @@ def test_a_replay_that_was_complete_leaves_nothing() -> None:
 def test_acknowledged_tokens_are_forgotten() -> None:
     _, session, record = a_session(replace(SPEC, logprobs=1))
     choice = record.choices[0]
-    session.tell(tokens(0, 10, 11, 12, top=2), record)
+    session.tell(tokens(0, 10, 11, 12, top=2), record, 0.5)
     choice.acknowledge(3)
     assert choice.base == 0, "what was never told cannot have been received"
     session.take()
-    session.tell(tokens(3, 13, top=2), record)
+    session.tell(tokens(3, 13, top=2), record, 0.5)
     choice.acknowledge(2)
     assert (choice.base, choice.tokens.tolist(), choice.sent) == (2, [12, 13], 1)
     choice.acknowledge(1)
@@ -194,15 +194,15 @@ def test_choices_without_logprobs_have_empty_positions_beside_those_with() -> No
     sessions, session, plain = a_session()
     asking = record_of(replace(SPEC, owner=Owner(1, 6), logprobs=0), 0.0)
     session.accept(asking)
-    session.tell(tokens(0, 10, 11), plain)
-    session.tell(tokens(0, 20, top=1, handle=6), asking)
-    session.tell(tokens(2, 12, handle=5), plain)
+    session.tell(tokens(0, 10, 11), plain, 0.5)
+    session.tell(tokens(0, 20, top=1, handle=6), asking, 0.5)
+    session.tell(tokens(2, 12, handle=5), plain, 0.5)
     out = session.take()
     assert [row[3] for row in rows(out)] == [[10, 11, 12], [20]]
     assert out.rows.logprobs is not None
     assert out.rows.logprobs.counts.tolist() == [0, 0, 0, 1]
-    session.tell(tokens(1, 21, top=1, handle=6), asking)
-    session.tell(tokens(3, 13), plain)
+    session.tell(tokens(1, 21, top=1, handle=6), asking, 0.5)
+    session.tell(tokens(3, 13), plain, 0.5)
     out = session.take()
     assert out.rows.logprobs is not None
     assert out.rows.logprobs.counts.tolist() == [1, 0]
@@ -212,8 +212,8 @@ def test_choices_without_logprobs_have_empty_positions_beside_those_with() -> No
 def test_a_failure_ends_each_choice_that_had_not_ended() -> None:
     _, session, record = a_session(replace(SPEC, n=2))
     failure = StepFailure(13, "broke", "e")
-    session.tell(tokens(0, 10, finish=FINISH_EOS), record)
-    ended = session.tell(Failed(OWNER, None, failure), record)
+    session.tell(tokens(0, 10, finish=FINISH_EOS), record, 0.5)
+    ended = session.tell(Failed(OWNER, None, failure), record, 0.5)
     assert [choice.index for choice in ended] == [1]
     assert record.finished
     out = session.take()
@@ -224,8 +224,8 @@ def test_a_failure_ends_each_choice_that_had_not_ended() -> None:
 
 def test_tokens_before_a_failure_are_told_without_an_end() -> None:
     _, session, record = a_session()
-    session.tell(tokens(0, 10), record)
-    session.tell(Failed(OWNER, 0, StepFailure(13, "broke")), record)
+    session.tell(tokens(0, 10), record, 0.5)
+    session.tell(Failed(OWNER, 0, StepFailure(13, "broke")), record, 0.5)
     out = session.take()
     assert rows(out) == [(5, 0, 0, [10], FINISH_NONE)]
     assert len(out.failed) == 1
@@ -233,7 +233,7 @@ def test_tokens_before_a_failure_are_told_without_an_end() -> None:
 
 def test_a_failure_without_tokens_is_no_row() -> None:
     _, session, record = a_session()
-    session.tell(Failed(OWNER, None, StepFailure(13, "broke")), record)
+    session.tell(Failed(OWNER, None, StepFailure(13, "broke")), record, 0.5)
     out = session.take()
     assert (rows(out), len(out.failed), out.has_outputs) == ([], 1, False)
 
@@ -241,7 +241,7 @@ def test_a_failure_without_tokens_is_no_row() -> None:
 def test_a_lot_is_told_in_several_frames() -> None:
     _, session, record = a_session()
     many = array("i", range(FRAME_TOKENS * 2 + 10))
-    session.tell(Tokens(OWNER, 0, 0, many, FINISH_LENGTH), record)
+    session.tell(Tokens(OWNER, 0, 0, many, FINISH_LENGTH), record, 0.5)
     told: list[int] = []
     for last in (False, False, True):
         ((_, _, first, ids, finish),) = rows(session.take())
@@ -291,7 +291,7 @@ def test_any_order_of_steps_takes_and_breaks_gives_the_same_tokens(actions: list
 
     for action in actions:
         if action == "token":
-            session.tell(tokens(made, 1000 + made, top=top or None), record)
+            session.tell(tokens(made, 1000 + made, top=top or None), record, 0.5)
             made += 1
         elif action == "take":
             take()

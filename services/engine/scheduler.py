@@ -18,7 +18,7 @@ from services.engine.waiting import WaitingLine
 LOOK_AHEAD = 4
 """How many that cannot start yet may be passed over in one step."""
 MAX_OVERTAKES = 32
-"""How many may start before one that cannot; then the line waits for it."""
+"""How many may start before one that cannot; from the next step on the line waits for it."""
 
 
 class Scheduler:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from services.engine.events import LogprobColumns, StepFailure
 from services.engine.plan import (
     PROMPT_LOGPROBS,
+    ROW_FAILED,
     ROW_OK,
     SAMPLES,
     STEP_FAILED,
@@ -70,6 +71,7 @@ class Row:
     prefixes: list[int] = field(default_factory=list)  # by position: the hash of the tokens up to it
     blocks: list[int] = field(default_factory=list)
     computed: int | None = None
+    spoiled: bool = False  # gave no token, so that what follows has nothing to go on
 
     def prefix(self, position: int) -> int:
         while len(self.prefixes) <= position:
@@ -142,6 +144,12 @@ class FakeWorker:
             start, end = plan.num_computed[at], plan.num_computed[at] + plan.num_tokens[at]
             assert row.computed in {None, start}, "computed tokens do not follow on"
             row.computed = end
+            if row.spoiled:
+                rows.append(number)
+                epochs.append(row.new.epoch)
+                statuses.append(ROW_FAILED)
+                counts.append(0)
+                continue
             self._read_and_write(row, start, end, plan.first_writable[at])
             if plan.flags[at] & PROMPT_LOGPROBS:
                 chunks.append(self._prompt_logprobs(row, start, end))
@@ -154,6 +162,7 @@ class FakeWorker:
             epochs.append(row.new.epoch)
             statuses.append(status)
             counts.append(1 if status == ROW_OK else 0)
+            row.spoiled = status != ROW_OK
             if status == ROW_OK:
                 token = next_token(row.prefix(end - 1), row.new.seed)
                 row.tokens.append(token)

@@ -80,6 +80,7 @@ class Harness:
 
     def submit(self, spec: RequestSpec) -> None:
         events = self.core.submit(spec, self.now)
+        self.started.pop(spec.owner.handle, None)
         for choice in range(spec.n):
             heard = self.heard[spec.owner.handle, choice] = Heard()
             if spec.replay:

@@ -20,6 +20,7 @@ from services.worker.metrics import WorkerMetrics
 from services.worker.service import WorkerService
 from services.worker.step import Runner
 
+_END_S = 0.5  # what is left for the last answers to leave
 _log = logs.Log("worker")
 
 
@@ -99,8 +100,10 @@ async def main(argv: Sequence[str]) -> int:
     _log.info("ending", drain_s=settings.drain_s)
     for task in tasks:
         task.cancel()
+    await server.set_ready(False)
+    await service.drain(settings.drain_s)
     await service.close()
-    await server.stop(settings.drain_s)
+    await server.stop(_END_S)
     scrape.close()
     return 0
 

@@ -17,7 +17,7 @@ class WorkerSettings(Settings):
     log_style: Literal["json", "text"] = knob("json", "one JSON object or one short line per event")
     metrics_host: str = knob("127.0.0.1", "address that /metrics listens on")
     metrics_port: int = knob(9102, "port of /metrics; 0 takes any free one", ge=0, le=65535)
-    drain_s: float = knob(5.0, "seconds that live calls get to finish when the process is asked to end", ge=0)
+    drain_s: float = knob(5.0, "seconds that running requests get to finish when the process is asked to end", ge=0)
     listen: str = knob("127.0.0.1:50053", "address that the engine connects to: host:port or unix:/path")
 
     model: str = knob("", "folder or GGUF file of the model; empty waits for the engine to name one")

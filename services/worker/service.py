@@ -16,6 +16,7 @@ from typing import Any
 import grpc.aio
 
 from protos import common_pb2, worker_pb2, worker_pb2_grpc
+from services.common.channel import backoff
 from services.common.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -35,6 +36,7 @@ from services.worker.step import CacheShape, LoadedModel, MemoryPlan, Runner
 from services.worker.stepper import Stepper, StepThread
 
 CONTRACT_VERSION = 1
+_IDLE_S = 0.3
 _SERVICE = "triptych.v1.WorkerService"
 _log = Log("worker.service")
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -140,6 +142,13 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
                 seconds=round(time.monotonic() - begun, 3),
             )
         return model
+
+    async def drain(self, limit_s: float) -> None:
+        """Lets the engine finish what runs: returns once steps stop coming, the stream ends, or time is up."""
+        ends = time.monotonic() + limit_s
+        async for _ in backoff(0.02, 0.02):
+            if self._stream is None or self._stepper.idle_s > _IDLE_S or time.monotonic() > ends:
+                return
 
     async def close(self) -> None:
         """Ends the stream, and the thread once its step is done."""

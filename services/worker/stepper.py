@@ -98,6 +98,11 @@ class Stepper:
         """Seconds since the last completed step while one is pending."""
         return time.monotonic() - self._progress if self._pending else 0.0
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last completed step while none is pending."""
+        return 0.0 if self._pending else time.monotonic() - self._progress
+
     def reset(self) -> None:
         """Empties all rows: another stream begins, or the engine is gone."""
         for row in list(self._held):

@@ -280,6 +280,7 @@ def model_info(model: LoadedModel, created_s: int) -> common_pb2.ModelInfo:
     for name in ("config.json", "tokenizer.json"):
         fingerprint.update(sha256(model.text_files.get(name, b"")).digest())
     return common_pb2.ModelInfo(
+        name=model.architecture,  # the engine has a better one wherever the model has a path
         architecture=model.architecture,
         vocab_size=model.vocab_size,
         max_model_len=model.max_model_len,

@@ -65,7 +65,9 @@ def random_params(rng: random.Random, vocab: int) -> dict[str, Any]:
     return params
 
 
-@pytest.mark.parametrize(("vocab", "cases", "spread"), [(24, 400, 4.0), (700, 40, 4.0), (700, 20, 0.25), (6000, 12, 0.25)])
+@pytest.mark.parametrize(
+    ("vocab", "cases", "spread"), [(24, 400, 4.0), (700, 40, 4.0), (700, 20, 0.25), (6000, 12, 0.25)]
+)
 def test_equals_the_plain_reference(vocab: int, cases: int, spread: float) -> None:
     rng = random.Random(vocab + cases)
     sampler = Sampler(vocab, CPU)

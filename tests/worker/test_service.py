@@ -263,6 +263,15 @@ class TestSteps:
         code, message = await refused(first.read())
         assert (code, "open" in message) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
+    async def test_draining_waits_for_steps_and_not_for_ever(self, worker: Worker) -> None:
+        await worker.service.drain(60)
+        await worker.prepare()
+        stream = await worker.open()
+        await stream.run(frame(1, [(0, 0, 2)], [new_row(0, [1, 2])]))
+        await worker.service.drain(60)
+        await stream.send(step=frame(2, [(1, 0, 4)], [new_row(1, b"hang")]))
+        await worker.service.drain(0.05)
+
     async def test_silence_is_seen_while_a_step_is_stuck(self, worker: Worker) -> None:
         await worker.prepare()
         stream = await worker.open()

@@ -26,6 +26,7 @@ from services.engine.events import (
 )
 from services.engine.records import Choice, Record, empty_logprobs
 
+_MOST_ENTRIES = 21  # log probability entries of one token: itself and the 20 likeliest
 FRAME_TOKENS = 32_768
 """Tokens and log probability entries in one frame, about: a frame stays far below 1 MiB."""
 
@@ -48,6 +49,8 @@ class Rows:
         Returns the room taken, log probability entries included.
         """
         tokens, start = choice.tokens, choice.sent
+        if choice.logprobs is not None:
+            room = max(1, room // _MOST_ENTRIES)
         count = len(tokens) - start
         whole = count <= room
         if not whole:

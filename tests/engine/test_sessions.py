@@ -252,6 +252,21 @@ def test_a_lot_is_told_in_several_frames() -> None:
     assert told == many.tolist()
 
 
+def test_a_lot_of_logprobs_is_told_in_several_frames() -> None:
+    _, session, record = a_session(replace(SPEC, logprobs=20))
+    session.tell(tokens(0, *range(4000), top=21), record, 0.5)
+    told: list[int] = []
+    entries = 0
+    while session.wake.is_set():
+        out = session.take()
+        assert out.rows.logprobs is not None
+        assert len(out.rows.logprobs.token_ids) <= FRAME_TOKENS
+        told += out.rows.token_ids
+        entries += len(out.rows.logprobs.token_ids)
+    assert told == list(range(4000))
+    assert entries == 4000 * 21
+
+
 def test_rejections_and_draining_are_told_once() -> None:
     _, session, _ = a_session()
     session.reject(9, InvalidArgument("no"))

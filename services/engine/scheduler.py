@@ -6,7 +6,7 @@ import heapq
 import itertools
 from array import array
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from services.engine.plan import SAMPLES, NewRow, StepPlan
 from services.engine.policies import Policy
@@ -19,6 +19,9 @@ LOOK_AHEAD = 4
 """How many that cannot start yet may be passed over in one step."""
 MAX_OVERTAKES = 32
 """How many may start before one that cannot; from the next step on the line waits for it."""
+
+Chosen = tuple[Request, int, Verbs]
+"""Who runs in the step being planned, with how many tokens, and what it carries."""
 
 
 class Scheduler:
@@ -51,74 +54,87 @@ class Scheduler:
 
     def schedule(self, plan: StepPlan, now: float) -> None:
         """Fills the plan: running requests in order, then waiting ones, within one budget of tokens."""
-        budget, running, ran = self._max_tokens, self.running, len(self.running)
-        chosen: list[tuple[Request, int]] = []
-        for request in running:
+        chosen: list[Chosen] = []
+        ran = len(self.running)
+        budget = self._go_on(chosen, self._max_tokens)
+        if len(self.running) == ran:  # who was preempted shall not come back in the same step
+            self._let_in(chosen, budget, plan, now)
+        self._describe(chosen, plan)
+
+    def _go_on(self, chosen: list[Chosen], budget: int) -> int:
+        """Chooses among the running; what is left of the budget."""
+        for request in self.running:
             if budget == 0:
                 break
             verbs = self.verbs[request]
             num_tokens = _clip(request, budget, verbs)
-            if num_tokens and self._make_room(request, num_tokens, verbs):
-                chosen.append((request, num_tokens))
+            if num_tokens == 0:
+                continue
+            for reserve in verbs.reserve:
+                if not reserve(request, num_tokens) and not self._make_room(request, num_tokens, reserve):
+                    break
+            else:
+                chosen.append((request, num_tokens, verbs))
                 budget -= num_tokens
+        return budget
 
-        preempted = len(running) < ran
+    def _let_in(self, chosen: list[Chosen], budget: int, plan: StepPlan, now: float) -> None:
+        """Starts waiting requests in their order; a few that cannot start yet are passed over."""
         line, places = (self.suspects, 1) if self._on_trial else (self.waiting, self._max_running)
         passed: list[Request] = []
-        while budget and not preempted and len(running) < places and len(passed) <= LOOK_AHEAD:
-            newcomer = line.pop()
-            if newcomer is None:
+        while budget and len(self.running) < places and len(passed) <= LOOK_AHEAD:
+            request = line.pop()
+            if request is None:
                 break
-            num_tokens = self._admit(newcomer, budget)
+            num_tokens = self._admit(request, budget)
             if num_tokens:
-                self._start(newcomer, plan, now)
-                chosen.append((newcomer, num_tokens))
+                self._start(request, plan, now)
+                chosen.append((request, num_tokens, self.verbs[request]))
                 budget -= num_tokens
                 for other in passed:
                     other.overtaken += 1
             else:
-                passed.append(newcomer)
-                if newcomer.overtaken >= MAX_OVERTAKES:
+                passed.append(request)
+                if request.overtaken >= MAX_OVERTAKES:
                     break
         for request in passed:
             line.add(request)
-        self._describe(chosen, plan)
 
-    def _make_room(self, request: Request, num_tokens: int, verbs: Verbs) -> bool:
-        """Reserves for a running request, preempting until it can. False when that hit the request itself.
+    def _make_room(self, request: Request, num_tokens: int, reserve: Callable[[Request, int], bool]) -> bool:
+        """Preempts until a running request can reserve. False when that hit the request itself.
 
         The running are in order of urgency, so a victim, the last, is never chosen yet:
 
             [ chosen …  request  …  victim ]
         """
-        for reserve in verbs.reserve:
-            while not reserve(request, num_tokens):
-                victim = self.running[-1]
-                victim.preemptions += 1
-                self._counters.preemptions += 1
-                self.requeue(victim)
-                if victim is request:
-                    return False
-        return True
+        while True:
+            victim = self.running[-1]
+            victim.preemptions += 1
+            self._counters.preemptions += 1
+            self.requeue(victim)
+            if victim is request:
+                return False
+            if reserve(request, num_tokens):
+                return True
 
-    def _describe(self, chosen: list[tuple[Request, int]], plan: StepPlan) -> None:
+    def _describe(self, chosen: list[Chosen], plan: StepPlan) -> None:
         """Writes the plan's columns, and counts the tokens as computed from here on."""
-        plan.rows = array("i", [request.row for request, _ in chosen])
-        plan.num_tokens = array("i", [num_tokens for _, num_tokens in chosen])
-        plan.num_computed = array("i", [request.num_computed for request, _ in chosen])
+        plan.rows = array("i", [request.row for request, _, _ in chosen])
+        plan.num_tokens = array("i", [num_tokens for _, num_tokens, _ in chosen])
+        plan.num_computed = array("i", [request.num_computed for request, _, _ in chosen])
         plan.flags = bytearray(len(chosen))
         plan.first_writable = array("i", bytes(4 * len(chosen)))
         plan.block_counts = array("i", bytes(4 * len(chosen)))
-        for at, (request, num_tokens) in enumerate(chosen):
-            end = request.num_computed + num_tokens
+        entries, flags = plan.entries, plan.flags
+        for at, (request, num_tokens, verbs) in enumerate(chosen):
+            for describe in verbs.describe:
+                describe(request, plan, at)
+            request.num_computed = end = request.num_computed + num_tokens
             samples = end == request.known
             if samples:
-                plan.flags[at] = SAMPLES
-            for describe in self.verbs[request].describe:
-                describe(request, plan, at)
-            plan.entries.append((request, request.epoch, end, samples))
-            request.num_computed = end
-            request.known += samples
+                flags[at] |= SAMPLES
+                request.known = end + 1
+            entries.append((request, request.epoch, end, samples))
         if chosen:
             plan.freed_rows.extend(sorted(self._freed))
             self._freed.clear()
@@ -235,7 +251,8 @@ class Scheduler:
 
 def _clip(request: Request, budget: int, verbs: Verbs) -> int:
     """How many tokens of its gap a request may compute now."""
-    num_tokens = min(request.gap, budget)
+    gap = request.gap
+    num_tokens = gap if gap < budget else budget
     for clip in verbs.clip:
         num_tokens = clip(request, num_tokens)
     return num_tokens

@@ -11,6 +11,7 @@ import heapq
 from array import array
 from collections import deque
 from dataclasses import dataclass
+from itertools import accumulate
 
 from services.common.errors import DeadlineExceeded, TriptychError
 from services.engine import intake
@@ -199,18 +200,16 @@ class EngineCore:
             return self._step_failed(plan, outcome)
         events: list[Event] = []
         self._tell_prompt_logprobs(outcome, events)
-        epochs, statuses, counts = outcome.epochs.tolist(), outcome.row_status, outcome.token_counts.tolist()
+        answers = {epoch: at for at, epoch in enumerate(outcome.epochs)}
+        statuses, counts = outcome.row_status, outcome.token_counts.tolist()
+        starts = [0, *accumulate(counts)]
         cuts = LogprobCuts(outcome.logprobs) if outcome.logprobs is not None else None
         verbs = self.scheduler.verbs
-        index = position = 0  # of the next row answered, and of its first token
         for request, epoch, end, samples in plan.entries:
-            status, first, count = ROW_OK, position, 0
-            if index < len(epochs) and epochs[index] == epoch:
-                status, count = statuses[index], counts[index]
-                index += 1
-                position += count
             if request.epoch != epoch:
                 continue
+            at = answers.get(epoch)
+            status, count = (ROW_OK, 0) if at is None else (statuses[at], counts[at])
             if status != ROW_OK or (samples and count == 0):
                 self._row_failed(request, status, events)
                 continue
@@ -218,9 +217,10 @@ class EngineCore:
                 applied(request, end)
             if not request.family.prompt_applied:
                 self._prompt_progress(request, end, events)
-            if count:
-                logprobs = cuts.cut(first, position) if cuts and request.family.spec.logprobs is not None else None
-                self._accept(request, outcome.token_ids[first:position], logprobs, events)
+            if at is not None and count:
+                first, stop = starts[at], starts[at + 1]
+                logprobs = cuts.cut(first, stop) if cuts and request.family.spec.logprobs is not None else None
+                self._accept(request, outcome.token_ids[first:stop], logprobs, events)
         return events
 
     def _prompt_progress(self, request: Request, end: int, events: list[Event]) -> None:

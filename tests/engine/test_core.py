@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 import pytest
 
@@ -378,6 +379,25 @@ def test_a_row_without_an_answer_fails() -> None:
     harness.hear(harness.core.apply(StepOutcome(plan.step_id, STEP_OK, None, empty, array("Q"), b"", empty, empty)))
     assert harness.heard[0, 0].failed is not None
     harness.run()
+
+
+def test_answers_are_matched_by_epoch_in_whatever_order_they_come() -> None:
+    harness = Harness(make_config(max_num_batched_tokens=64, steps_in_flight=1))
+    for handle in range(3):
+        harness.submit(make_spec(handle, [handle, *PROMPT], 4))
+    while harness.plan() is not None:
+        outcome = harness.outcomes.popleft()
+        turned = replace(
+            outcome,
+            rows=outcome.rows[::-1],
+            epochs=outcome.epochs[::-1],
+            row_status=outcome.row_status[::-1],
+            token_counts=outcome.token_counts[::-1],
+            token_ids=outcome.token_ids[::-1],
+        )
+        harness.hear(harness.core.apply(turned))
+    for handle in range(3):
+        assert harness.tokens(handle) == undisturbed([handle, *PROMPT], 1, 4)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

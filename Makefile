@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 SERVE ?=
-ASK ?= Why is the sky blue? Answer in one sentence.
+ASK ?= Why is the sky blue?
 
 .PHONY: run install stubs demo check test test-slow bench docs constraints contracts clean help
 
@@ -38,7 +38,7 @@ check: install  ## Lint, format, types, contracts.
 	$(BIN)/buf lint
 	$(BIN)/python -m pytest -q tests/test_architecture.py tests/protos
 
-test: install  ## What must pass, on a machine without a GPU, in under 10 minutes on 2 cores.
+test: install  ## What must pass on a machine without a GPU; about 9 minutes on 2 cores.
 	$(BIN)/python -m pytest
 
 test-slow: install  ## What does not fit into that.

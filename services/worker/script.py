@@ -19,6 +19,7 @@ the order in which requests arrive, each once; then comes `otherwise`; then rand
     hang_ms       or only after so many milliseconds
     die_at        the process exits there
     fail_at       the step fails there, as a whole
+    pooled        the vector of a request that pools: a list of numbers; unset means one that the prompt fixes
     nan_at        the row answers there that its logits are not finite
     times         how often in this process the entry's hang, fail or nan happens; unset means always
 
@@ -56,6 +57,7 @@ class Entry:
     then: str = "eos"
     delay_ms: float = 0.0
     first_delay_ms: float = 0.0
+    pooled: list[float] | None = None
     hang_ms: float | None = None
     hang_at: int | None = None
     die_at: int | None = None
@@ -174,6 +176,7 @@ def _entry(source: Any, where: str, encode: Encode) -> Entry:
         raise _wrong(f"{where}.then is {entry.then!r}, not 'eos', 'random' or 'repeat'")
     if not given:
         entry.random = True
+    entry.pooled = _vector(source.get("pooled"), f"{where}.pooled")
     for name in ("delay_ms", "first_delay_ms", "hang_ms"):
         value = _typed(source, name, (int, float), where)
         if value is not None:
@@ -205,6 +208,14 @@ def _ids(value: Any, where: str) -> list[int]:
     if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
         raise _wrong(f"{where} must be a list of token ids")
     return value
+
+
+def _vector(value: Any, where: str) -> list[float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not value or not all(type(item) in (int, float) for item in value):
+        raise _wrong(f"{where} must be a list of numbers that is not empty")
+    return [float(item) for item in value]
 
 
 def _typed(source: dict[str, Any], name: str, kind: type | tuple[type, ...], where: str) -> Any:

@@ -325,7 +325,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
         def run() -> worker_pb2.StepResult | None:
             if stream.closed or self._shape is None or self._model is None:
                 return None
-            bounds = wire.Bounds(self._shape, len(self._model.kv_groups), self._model.vocab_size)
+            bounds = wire.bounds_of(self._shape, self._model)
             output = self._stepper.run_step(wire.decode_step(step, bounds))
             return wire.encode_result(output, (time.monotonic_ns() - begun) // 1000)
 

@@ -5,6 +5,7 @@ that its cost model says. Everything else (rows, epochs, failures) is the real w
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import threading
@@ -24,9 +25,11 @@ from services.worker.memory import plan_memory
 from services.worker.sampling.counter import draw, key
 from services.worker.script import Entry, Script, no_script, read_script
 from services.worker.step import (
+    POOLS,
     PROMPT_LOGPROBS,
     ROW_FAILED,
     ROW_NOT_FINITE,
+    ROW_OK,
     SAMPLES,
     CacheShape,
     Candidate,
@@ -34,6 +37,7 @@ from services.worker.step import (
     LoadedModel,
     MemoryPlan,
     NewRow,
+    Pooled,
     PromptLogprobs,
     RowResult,
     SamplingParams,
@@ -46,6 +50,7 @@ from services.worker.toy_text import toy_text_files
 _log = Log("worker.simulated")
 _BYTES_PER_TOKEN = 1024
 _KV_CACHE_BYTES = 1 << 30
+_POOLED_LENGTH = 64
 _WORD = re.compile(r"[Ġ▁]?[A-Za-z]+|Ġ")
 _TEXT_FILE = (".json", ".jinja")
 _WEIGHT_INDEX = ".index.json"
@@ -162,6 +167,7 @@ class SimulatedRunner:
             kv_groups=(KvGroup(layers=1, bytes_per_token=_BYTES_PER_TOKEN),),
             text_files=files,
             capabilities=("generate", "prompt_logprobs"),
+            pools=True,
         )
 
     def plan_memory(self, shape: CacheShape, kv_cache_bytes: int | None) -> MemoryPlan:
@@ -187,6 +193,7 @@ class SimulatedRunner:
             self._rows[new.row] = self._put(new)
         results: list[RowResult] = []
         prompts: list[PromptLogprobs] = []
+        pooled: list[Pooled] = []
         columns = (step.rows, step.num_tokens, step.num_computed, step.flags)
         for number, count, computed, flags in zip(*(column.tolist() for column in columns), strict=True):
             row = self._rows.get(number)
@@ -195,11 +202,15 @@ class SimulatedRunner:
                 continue
             if flags & PROMPT_LOGPROBS:
                 prompts.append(self._prompt_logprobs(number, row, computed, computed + count))
+            if flags & POOLS:
+                vector = self._vector(row)
+                results.append(RowResult(number, row.epoch, ROW_OK if vector else ROW_NOT_FINITE))
+                pooled += [Pooled(number, row.epoch, vector)] if vector else []
             if flags & SAMPLES:
                 ends += self._delay(row)
                 results.append(self._sample(number, row))
         time.sleep(max(0.0, ends - time.monotonic()))
-        return StepOutput(step.step_id, tuple(results), tuple(prompts))
+        return StepOutput(step.step_id, tuple(results), tuple(prompts), tuple(pooled))
 
     def _loaded(self) -> _Text:
         if self._text is None:
@@ -243,6 +254,17 @@ class SimulatedRunner:
             logprobs = (self._candidates(token, row.params.logprobs),)
         row.tokens.append(token)
         return RowResult(number, row.epoch, 0, (token,), logprobs)
+
+    def _vector(self, row: _Row) -> tuple[float, ...] | None:
+        """The script's vector, or one of length 1 that the ids fix; None where it is not finite."""
+        if row.outputs == row.entry.nan_at and row.entry.fires(row.entry.nan_at):
+            return None
+        if row.entry.pooled is not None:
+            return tuple(row.entry.pooled)
+        numbers = key(zlib.crc32(repr(row.tokens).encode()), len(row.tokens))
+        values = [draw(numbers, index) / 2**63 - 1 for index in range(_POOLED_LENGTH)]
+        norm = math.hypot(*values)
+        return tuple(value / norm for value in values)
 
     def _random(self, row: _Row) -> Iterator[int]:
         """Ids in a random order that the seed and the position fix; at temperature 0 the prompt and the position."""

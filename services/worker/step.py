@@ -107,12 +107,22 @@ class PromptLogprobs:
 
 
 @dataclass(slots=True, frozen=True)
+class Pooled:
+    """The vector of a row that pooled."""
+
+    row: int
+    epoch: int
+    values: tuple[float, ...]
+
+
+@dataclass(slots=True, frozen=True)
 class StepOutput:
     """What a step gave."""
 
     step_id: int
     results: tuple[RowResult, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    pooled: tuple[Pooled, ...] = ()
 
 
 @dataclass(slots=True, frozen=True)
@@ -159,6 +169,7 @@ class LoadedModel:
     kv_groups: tuple[KvGroup, ...]
     text_files: dict[str, bytes]
     capabilities: tuple[str, ...] = ("generate",)
+    pools: bool = False  # whether steps may ask for pooled vectors
 
 
 class Runner(Protocol):

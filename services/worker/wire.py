@@ -40,6 +40,12 @@ class Bounds:
     shape: CacheShape
     kv_groups: int
     vocab_size: int
+    pools: bool = False  # whether the runner makes pooled vectors
+
+
+def bounds_of(shape: CacheShape, model: LoadedModel) -> Bounds:
+    """What steps of this model over this cache must keep to."""
+    return Bounds(shape, len(model.kv_groups), model.vocab_size, model.pools)
 
 
 def _column(data: bytes, name: str, length: int | None = None) -> Int32:
@@ -83,8 +89,9 @@ def decode_step(step: worker_pb2.Step, bounds: Bounds) -> StepInput:
     if len(step.flags_u8) != count:
         raise InvalidArgument(f"flags_u8 has {len(step.flags_u8)} elements, not {count}", field="flags_u8")
     flags = np.frombuffer(step.flags_u8, np.uint8)
-    if (flags & (POOLS | MASKED)).any():
-        raise Unimplemented("flags_u8 asks for pooled vectors or grammar masks", field="flags_u8")
+    for bit, wish in ((MASKED, "grammar masks"), (0 if bounds.pools else POOLS, "pooled vectors")):
+        if (flags & bit).any():
+            raise Unimplemented(f"flags_u8 asks for {wish}, which this worker does not have", field="flags_u8")
     first_writable = np.zeros(count, np.int32)
     if step.first_writable_i32le:
         first_writable = _column(step.first_writable_i32le, "first_writable_i32le", count)
@@ -240,6 +247,12 @@ def encode_result(output: StepOutput, duration_us: int) -> worker_pb2.StepResult
                 logprobs=encode_logprobs(chunk.positions),
             )
             for chunk in output.prompt_logprobs
+        ],
+        pooled=[
+            worker_pb2.PooledVector(
+                row=pooled.row, epoch=pooled.epoch, values_f32le=np.array(pooled.values, "<f4").tobytes()
+            )
+            for pooled in output.pooled
         ],
         duration_us=duration_us,
     )

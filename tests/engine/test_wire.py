@@ -132,7 +132,7 @@ def test_the_fullest_submit() -> None:
         ({"sampling": common_pb2.SamplingParams(prompt_logprobs=21)}, InvalidArgument, "prompt_logprobs"),
         ({"replay": [engine_pb2.ChoiceReplay(token_id_i32le=b"1")]}, InvalidArgument, "replay[0]"),
         ({"media": [common_pb2.MediaRef()]}, Unimplemented, "media"),
-        ({"pooling": engine_pb2.POOLING_MEAN}, Unimplemented, "pooling"),
+        ({"pooling": common_pb2.POOLING_MEAN}, Unimplemented, "pooling"),
         (
             {"sampling": common_pb2.SamplingParams(constraint=common_pb2.Constraint(regex="a"))},
             Unimplemented,

@@ -13,12 +13,14 @@ from services.common.errors import InvalidArgument
 from services.worker.script import parse_script
 from services.worker.simulated import Cost, SimulatedRunner
 from services.worker.step import (
+    POOLS,
     PROMPT_LOGPROBS,
     ROW_FAILED,
     ROW_NOT_FINITE,
     ROW_OK,
     SAMPLES,
     NewRow,
+    Pooled,
     RowResult,
     StepFailed,
 )
@@ -216,3 +218,28 @@ class TestTextFolder:
 
 def test_the_cost_model() -> None:
     assert Cost(1000, 10, 100).seconds(tokens=5, rows=2) == pytest.approx(1250e-6)
+
+
+class TestPooledVectors:
+    def pool(self, made: SimulatedRunner, prompt: bytes) -> tuple[list[int], list[Pooled]]:
+        output = made.execute(step(0, [(1, 0, len(prompt))], [request(1, prompt, epoch=5)], flags=[POOLS]))
+        return [result.status for result in output.results], list(output.pooled)
+
+    def test_the_prompt_fixes_a_vector_of_length_1(self) -> None:
+        statuses, (first,) = self.pool(runner(), b"hello")
+        assert (statuses, first.row, first.epoch) == ([ROW_OK], 1, 5)
+        assert sum(value * value for value in first.values) == pytest.approx(1)
+        assert self.pool(runner(), b"hello")[1] == [first]
+        assert self.pool(runner(), b"hullo")[1] != [first]
+
+    def test_a_script_names_the_vector(self, tmp_path: Path) -> None:
+        _, (vector,) = self.pool(runner(tmp_path, {"otherwise": {"pooled": [1, 0.5]}}), b"hello")
+        assert vector.values == (1.0, 0.5)
+
+    def test_not_finite_on_request(self, tmp_path: Path) -> None:
+        assert self.pool(runner(tmp_path, {"otherwise": {"nan_at": 0}}), b"hello") == ([ROW_NOT_FINITE], [])
+
+    @pytest.mark.parametrize("wrong", [[], 1, ["a"], [True], {}])
+    def test_a_wrong_vector_is_refused(self, wrong: Any) -> None:
+        with pytest.raises(InvalidArgument, match="pooled must be a list of numbers"):
+            parse_script({"otherwise": {"pooled": wrong}}, lambda text: list(text.encode()), 300)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,16 @@ from protos import common_pb2, worker_pb2
 from services.common.channel import CHUNK_BYTES
 from services.common.errors import InvalidArgument, TriptychError, Unimplemented
 from services.worker import wire
-from services.worker.step import Candidate, PromptLogprobs, RowResult, SamplingParams, StepOutput
+from services.worker.step import (
+    POOLS,
+    ROW_OK,
+    Candidate,
+    Pooled,
+    PromptLogprobs,
+    RowResult,
+    SamplingParams,
+    StepOutput,
+)
 from tests.worker.columns import SHAPE, frame, new_row, pack, unpack
 
 BOUNDS = wire.Bounds(SHAPE, kv_groups=1, vocab_size=100)
@@ -242,3 +252,15 @@ def test_a_shape_needs_every_number(missing: str) -> None:
     numbers[missing] = 0
     with pytest.raises(InvalidArgument, match=missing):
         wire.decode_shape(worker_pb2.InitCacheRequest(engine_incarnation=1, **numbers))
+
+
+def test_pooled_vectors_where_the_runner_makes_them() -> None:
+    message = frame(1, [(2, 0, 3)], [new_row(2, [4, 5, 6])])
+    message.flags_u8 = bytes([POOLS])
+    with pytest.raises(Unimplemented, match="pooled vectors"):
+        wire.decode_step(message, BOUNDS)
+    assert wire.decode_step(message, replace(BOUNDS, pools=True)).flags.tolist() == [POOLS]
+    output = StepOutput(1, (RowResult(2, 9, ROW_OK),), pooled=(Pooled(2, 9, (0.5, -1.0)),))
+    (vector,) = wire.encode_result(output, 0).pooled
+    assert (vector.row, vector.epoch) == (2, 9)
+    assert np.frombuffer(vector.values_f32le, "<f4").tolist() == [0.5, -1.0]

@@ -49,8 +49,13 @@ def error_of(error: grpc.aio.AioRpcError) -> TriptychError:
     """The TriptychError behind a failed call, details included."""
     status: status_pb2.Status | None = rpc_status.from_call(cast(grpc.Call, error))
     if status is None:
-        status = status_pb2.Status(code=error.code().value[0], message=error.details() or "")
+        status = status_pb2.Status(code=error.code().value[0], message=_plain(error.details() or ""))
     return from_rpc_status(status)
+
+
+def _plain(details: str) -> str:
+    """gRPC names every address and errno where a person wants to know one thing."""
+    return "nothing answers there" if details.startswith("failed to connect to all addresses") else details
 
 
 class _ErrorInterceptor(grpc.aio.ServerInterceptor):

@@ -185,7 +185,7 @@ class Router:
                 try:
                     await self._session()
                 except grpc.aio.AioRpcError as error:
-                    self._say(error.details() or error.code().name)
+                    self._say(error_of(error).message or error.code().name)
                 except (TriptychError, WireError, TimeoutError) as error:
                     self._say(str(error) or type(error).__name__)
                 else:

@@ -39,7 +39,7 @@ class Expected:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(16, id="short"), pytest.param(128, id="long", marks=pytest.mark.slow)],
+    params=[pytest.param(16, id="short"), pytest.param(48, id="long", marks=pytest.mark.slow)],
 )
 def expected(request: pytest.FixtureRequest, demo_gguf: Path) -> Expected:
     return Expected(demo_gguf, request.param, generate=request.param > 16)

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate
 
-from services.common.errors import DeadlineExceeded, TriptychError
+from services.common.errors import DeadlineExceeded, InvalidArgument, TriptychError
 from services.engine import intake
 from services.engine.events import (
     FINISH_ABORT,
@@ -30,7 +30,16 @@ from services.engine.events import (
 )
 from services.engine.kv.manager import KvCache
 from services.engine.outcome import LogprobCuts, not_yet_told
-from services.engine.plan import ROW_DROPPED, ROW_NOT_FINITE, ROW_OK, STEP_FAILED, STEP_OK, StepOutcome, StepPlan
+from services.engine.plan import (
+    ROW_DROPPED,
+    ROW_NO_TOKEN,
+    ROW_NOT_FINITE,
+    ROW_OK,
+    STEP_FAILED,
+    STEP_OK,
+    StepOutcome,
+    StepPlan,
+)
 from services.engine.policies import FirstCome, Policy
 from services.engine.prompt_logprobs import PromptLogprobsFlag
 from services.engine.registry import Registry
@@ -42,6 +51,10 @@ from services.engine.scheduler import Scheduler
 __all__ = ["CoreConfig", "Counters", "EngineCore", "Explanation", "Load"]
 
 _new = tuple.__new__
+_NO_TOKEN = StepFailure(
+    InvalidArgument("").code_number,
+    "no token is left that may be sampled: allowed_token_ids, bad_words and min_tokens together forbid all",
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -276,6 +289,8 @@ class EngineCore:
             self.scheduler.requeue(request)
         elif status == ROW_NOT_FINITE:
             self._fail(request, "the model gave a number that is not finite", events)
+        elif status == ROW_NO_TOKEN:
+            self._fail(request, _NO_TOKEN, events)
         else:
             self._fail(request, "the worker gave no result for the request", events)
 

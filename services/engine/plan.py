@@ -19,6 +19,7 @@ __all__ = [
     "ROW_DROPPED",
     "ROW_FAILED",
     "ROW_NOT_FINITE",
+    "ROW_NO_TOKEN",
     "ROW_OK",
     "SAMPLES",
     "STEP_FAILED",
@@ -100,7 +101,7 @@ class PromptLogprobsChunk:
     columns: LogprobColumns
 
 
-ROW_OK, ROW_NOT_FINITE, ROW_DROPPED, ROW_FAILED = 0, 1, 2, 3
+ROW_OK, ROW_NOT_FINITE, ROW_DROPPED, ROW_FAILED, ROW_NO_TOKEN = 0, 1, 2, 3, 4
 """Values of StepOutcome.row_status."""
 STEP_OK, STEP_FAILED, STEP_SKIPPED = 1, 2, 3
 """Values of StepOutcome.status."""

@@ -28,6 +28,7 @@ from services.worker.step import (
     POOLS,
     PROMPT_LOGPROBS,
     ROW_FAILED,
+    ROW_NO_TOKEN,
     ROW_NOT_FINITE,
     ROW_OK,
     SAMPLES,
@@ -248,7 +249,7 @@ class SimulatedRunner:
         if token is None:
             token = next((token for token in self._random(row) if row.may_sample(token)), None)
         if token is None:
-            return RowResult(number, row.epoch, ROW_FAILED)
+            return RowResult(number, row.epoch, ROW_NO_TOKEN)
         logprobs: tuple[tuple[Candidate, ...], ...] = ()
         if row.params.logprobs is not None:
             logprobs = (self._candidates(token, row.params.logprobs),)

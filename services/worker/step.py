@@ -17,7 +17,7 @@ Float32 = NDArray[np.float32]
 
 SAMPLES, PROMPT_LOGPROBS, POOLS, MASKED = 1, 2, 4, 8
 """Bits of StepInput.flags."""
-ROW_OK, ROW_NOT_FINITE, ROW_DROPPED, ROW_FAILED = 0, 1, 2, 3
+ROW_OK, ROW_NOT_FINITE, ROW_DROPPED, ROW_FAILED, ROW_NO_TOKEN = 0, 1, 2, 3, 4
 """Values of RowResult.status."""
 
 

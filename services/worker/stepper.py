@@ -23,6 +23,7 @@ from services.common.tracing import trace_id
 from services.worker.metrics import WorkerMetrics
 from services.worker.step import (
     ROW_FAILED,
+    ROW_NO_TOKEN,
     ROW_NOT_FINITE,
     NewRow,
     RowResult,
@@ -34,6 +35,7 @@ from services.worker.step import (
 
 _T = TypeVar("_T")
 _log = Log("worker.step")
+_BAD_ROWS = {ROW_NOT_FINITE: "not_finite", ROW_FAILED: "failed", ROW_NO_TOKEN: "no_token"}
 
 
 class StepThread:
@@ -191,8 +193,7 @@ class Stepper:
             sampled += len(result.token_ids)
             if result.row in self._held:
                 self._held[result.row].sampled += len(result.token_ids)
-            if result.status in (ROW_NOT_FINITE, ROW_FAILED):
-                reason = "not_finite" if result.status == ROW_NOT_FINITE else "failed"
+            if (reason := _BAD_ROWS.get(result.status)) is not None:
                 self._metrics.row_failed(reason)
                 held = self._held.get(result.row)
                 _log.warning(

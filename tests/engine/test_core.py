@@ -22,6 +22,7 @@ from services.engine.plan import (
     PROMPT_LOGPROBS,
     ROW_DROPPED,
     ROW_FAILED,
+    ROW_NO_TOKEN,
     ROW_NOT_FINITE,
     SAMPLES,
     STEP_OK,
@@ -355,6 +356,19 @@ def test_a_row_that_fails_fails_its_choice_alone(status: int, words: str) -> Non
     assert (failed.failure.code, failed.failure.error_id) == (13, "abababababab-0")
     assert words in failed.failure.message
     assert "abababababab-0" in failed.failure.message
+    assert harness.tokens(0) == undisturbed(PROMPT, 1, 3)
+
+
+def test_a_request_that_forbids_every_token_is_its_own_fault() -> None:
+    harness = Harness(make_config(max_num_batched_tokens=64))
+    harness.submit(make_spec(0, PROMPT, 3))
+    harness.submit(make_spec(1, PROMPT, 3))
+    harness.worker.statuses["r1"] = ROW_NO_TOKEN
+    harness.run()
+    failed = harness.heard[1, 0].failed
+    assert failed is not None
+    assert (failed.failure.code, failed.failure.error_id) == (3, None)
+    assert "allowed_token_ids" in failed.failure.message
     assert harness.tokens(0) == undisturbed(PROMPT, 1, 3)
 
 

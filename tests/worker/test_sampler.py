@@ -13,7 +13,7 @@ import torch
 
 from services.worker.sampling.order import largest
 from services.worker.sampling.sampler import Sampled, Sampler
-from services.worker.step import ROW_FAILED, ROW_NOT_FINITE, ROW_OK, SamplingParams
+from services.worker.step import ROW_NO_TOKEN, ROW_NOT_FINITE, ROW_OK, SamplingParams
 from tests.worker.columns import ints, request
 from tests.worker.reference_sampler import reference
 
@@ -83,7 +83,7 @@ def test_equals_the_plain_reference(vocab: int, cases: int, spread: float) -> No
         wanted.append(reference(values, new.sampling, ids, prompt_len))
     results = sampler.sample(torch.tensor(logits), list(range(cases)), tokens)
     assert [result.token for result in results] == wanted
-    assert {result.status for result in results} <= {ROW_OK, ROW_FAILED}
+    assert {result.status for result in results} <= {ROW_OK, ROW_NO_TOKEN}
 
 
 def test_looking_at_survivors_draws_what_looking_at_all_draws() -> None:
@@ -254,7 +254,7 @@ def test_a_row_that_may_sample_nothing_fails_alone() -> None:
     sampler.add(request(0, [1], allowed_ids=(4,), eos_ids=(4,), min_tokens=1))
     sampler.add(request(1, [1], allowed_ids=(5,)))
     results = sampler.sample(torch.zeros(2, 10), [0, 1], [ints(1)] * 2)
-    assert [(result.status, result.token) for result in results] == [(ROW_FAILED, None), (ROW_OK, 5)]
+    assert [(result.status, result.token) for result in results] == [(ROW_NO_TOKEN, None), (ROW_OK, 5)]
 
 
 def test_a_freed_row_leaves_nothing_behind() -> None:

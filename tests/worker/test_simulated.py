@@ -15,7 +15,7 @@ from services.worker.simulated import Cost, SimulatedRunner
 from services.worker.step import (
     POOLS,
     PROMPT_LOGPROBS,
-    ROW_FAILED,
+    ROW_NO_TOKEN,
     ROW_NOT_FINITE,
     ROW_OK,
     SAMPLES,
@@ -90,7 +90,7 @@ class TestRandomAnswers:
         banned = tuple({(token,) for token in plain})
         assert not set(answer(runner(), seed=1, count=30, banned_sequences=banned)) & set(plain)
         results = generate(runner(), request(0, b"x", allowed_ids=(EOS,), eos_ids=(EOS,), min_tokens=1), 1)
-        assert results[0].status == ROW_FAILED
+        assert results[0].status == ROW_NO_TOKEN
 
 
 class TestScripts:

@@ -21,7 +21,7 @@ from services.worker.sampling.feature import Feature
 from services.worker.sampling.logprobs import candidates
 from services.worker.sampling.masks import AllowedIds, BannedSequences, MinTokens
 from services.worker.sampling.penalties import Penalties
-from services.worker.step import ROW_FAILED, ROW_NOT_FINITE, ROW_OK, Candidate, Int32, NewRow, SamplingParams
+from services.worker.step import ROW_NO_TOKEN, ROW_NOT_FINITE, ROW_OK, Candidate, Int32, NewRow, SamplingParams
 
 GREEDY_UP_TO = 1e-4
 """Temperatures up to it are greedy: a token whose logit is 0.001 behind would win once in 20,000 times."""
@@ -80,7 +80,7 @@ class Sampler:
         if chosen:
             picked = self._pick(logits_NV[chosen], [rows[i] for i in chosen], [tokens[i] for i in chosen])
             for index, token in zip(chosen, picked, strict=True):
-                sampled[index] = Sampled(ROW_FAILED, None) if token is None else Sampled(ROW_OK, token)
+                sampled[index] = Sampled(ROW_NO_TOKEN, None) if token is None else Sampled(ROW_OK, token)
         self._add_logprobs(sampled, logits_NV, rows)
         return sampled
 

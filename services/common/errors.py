@@ -25,9 +25,18 @@ import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
+_MESSAGE_BYTES = 1000
+_FIELD_BYTES = 200
+
+
+def _cut(text: str, most: int) -> str:
+    """A caller's own text comes back in errors; gRPC takes no more than a few KiB of them."""
+    data = text.encode(errors="replace")
+    return text if len(data) <= most else data[:most].decode(errors="ignore") + "…"
+
 
 class TriptychError(Exception):
-    """Something that a caller is told. `field` is in the caller's spelling; `reason` is a stable word."""
+    """Something that a caller is told, cut if long. `field` is in the caller's spelling; `reason` is a stable word."""
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     http_status: ClassVar[int] = 500
@@ -42,9 +51,9 @@ class TriptychError(Exception):
         retry_after_ms: int | None = None,
         error_id: str | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.field = field
+        self.message = _cut(message, _MESSAGE_BYTES)
+        super().__init__(self.message)
+        self.field = None if field is None else _cut(field, _FIELD_BYTES)
         self.reason = reason
         self.retry_after_ms = retry_after_ms
         self.error_id = error_id

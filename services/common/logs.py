@@ -49,6 +49,7 @@ def configure(role: str, name: str, level: str, style: str) -> None:
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     root.propagate = False
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)  # what libraries say
 
 
 class Log:

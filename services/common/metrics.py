@@ -27,10 +27,13 @@ def token_count_buckets(limit: int) -> tuple[int, ...]:
 
 
 class Scrape:
-    """The /metrics endpoint of a process, on a thread of its own that sleeps between scrapes."""
+    """The /metrics endpoint of a process, on a thread of its own. Raises OSError where the address is taken."""
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
-        self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        try:
+            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        except OSError as error:
+            raise OSError(f"--metrics-port: cannot listen on {host}:{port}: {error}") from None
         self.port: int = int(self._server.server_address[1])
 
     def close(self) -> None:

@@ -17,13 +17,14 @@ from typing import Any, cast
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from services.common.channel import MAX_MESSAGE_BYTES, check_address
-from services.common.errors import TriptychError, from_rpc_status, internal, to_rpc_status
+from services.common.errors import InvalidArgument, TriptychError, from_rpc_status, internal, to_rpc_status
 from services.common.logs import Log
 
 _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -71,13 +72,26 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
             return None
         method = handler_call_details.method
         coders = (handler.request_deserializer, handler.response_serializer)
+        lenient = (_lenient(handler.request_deserializer), handler.response_serializer)
         if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method), *coders)
+            return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method), *lenient)
         if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(_stream(handler.unary_stream, method), *coders)
+            return grpc.unary_stream_rpc_method_handler(_stream(handler.unary_stream, method), *lenient)
         if handler.stream_unary:
             return grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary, method), *coders)
         return grpc.stream_stream_rpc_method_handler(_stream(handler.stream_stream, method), *coders)
+
+
+def _lenient(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Bytes that are no message become an error to raise: by itself gRPC would answer UNKNOWN."""
+
+    def request(data: bytes) -> Any:
+        try:
+            return read(data)
+        except DecodeError as error:
+            return InvalidArgument(f"the request can't be decoded: {error}")
+
+    return request
 
 
 def _known(error: Exception, method: str) -> TriptychError:
@@ -91,6 +105,8 @@ def _known(error: Exception, method: str) -> TriptychError:
 def _unary(behaviour: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
+            if isinstance(request, InvalidArgument):
+                raise request
             return await behaviour(request, context)
         except grpc.aio.AbortError:
             raise
@@ -103,6 +119,8 @@ def _unary(behaviour: Callable[..., Awaitable[Any]], method: str) -> Callable[..
 def _stream(behaviour: Callable[..., Any], method: str) -> Callable[..., AsyncIterator[Any]]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
+            if isinstance(request, InvalidArgument):
+                raise request
             answer = behaviour(request, context)
             if inspect.isawaitable(answer):  # it writes to the context itself, as the health service does
                 await answer

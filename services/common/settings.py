@@ -36,7 +36,9 @@ def knob(default: Any, help: str, **limits: Any) -> Any:
 class Settings(BaseSettings):
     """Base of every role's settings. Fixed once built."""
 
-    model_config = SettingsConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+    model_config = SettingsConfigDict(
+        extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
     section: ClassVar[str] = ""
     """Name of the role: the table in the settings file and the middle of the environment names."""
@@ -163,16 +165,21 @@ def _split(text: str) -> list[str]:
 def _from_file(cls: type[Settings], path: str) -> dict[str, Any]:
     try:
         tables = tomllib.loads(Path(path).read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:  # not there, no UTF-8, no TOML
         raise SettingsError(f"--config: cannot read {path}: {error}") from None
     sections = sorted({kind.section for kind in _subclasses(Settings) if kind.section} | set(_SHARED_TABLES))
     for name in tables:
         if name not in sections:
             raise SettingsError(f"unknown table [{name}] in {path}{nearest(name, sections)}")
     table = tables.get(cls.section, {})
-    for name in table:
-        if name.replace("-", "_") not in cls.model_fields:
+    if not isinstance(table, dict):
+        raise SettingsError(f"{cls.section} in {path} is a value; the settings stand in a table, [{cls.section}]")
+    for name, value in table.items():
+        info = cls.model_fields.get(name.replace("-", "_"))
+        if info is None:
             raise SettingsError(f"unknown key {name!r} in [{cls.section}] of {path}{nearest(name, cls.model_fields)}")
+        if isinstance(value, bool) and _without_none(info.annotation) is not bool:
+            raise SettingsError(f"{name} in [{cls.section}] of {path}: {str(value).lower()} is no value for it")
     return {name.replace("-", "_"): value for name, value in table.items()}
 
 
@@ -198,5 +205,7 @@ def _subclasses(cls: type[Settings]) -> Iterable[type[Settings]]:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of an error message: the known name that was probably meant, or nothing."""
+    if len(name) > 100:  # nobody meant it, and comparing takes time with the length
+        return ""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {match[0]!r}?" if match else ""

@@ -123,7 +123,7 @@ FIELDS: tuple[Field, ...] = (
     _same("min_p", Number(0.0, 1.0), Api.GENERATE, "Drops tokens below this fraction of the likeliest one."),
     _same(
         "repetition_penalty",
-        Number(0.0, 2.0, above_low=True),
+        Number(1e-6, 2.0),  # below, logits run out of float32
         Api.GENERATE,
         "Scales the logits of tokens that stand in prompt or output; 1 changes nothing.",
     ),
@@ -233,12 +233,12 @@ _ROWS: Mapping[Api, Mapping[str, Field | Refused]] = {
 }
 
 
-_GRPC_PLACES: Mapping[str, str] = {
-    **dict.fromkeys(("stream", "return_token_ids", "priority", "cache_salt", "request_id"), "options."),
-    **dict.fromkeys(("echo", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"), ""),
-    **dict.fromkeys(("tools", "tool_choice"), ""),
+_GRPC_NAMES: Mapping[str, str] = {
+    **{name: f"options.{name}" for name in ("stream", "return_token_ids", "priority", "cache_salt", "request_id")},
+    **{name: name for name in ("echo", "add_generation_prompt", "continue_final_message", "tool_choice")},
+    **{name: f"{name}_json" for name in ("chat_template_kwargs", "tools")},
 }
-"""Where fields stand in the gRPC messages that are not sampling options."""
+"""How the gRPC messages spell fields that are not sampling options."""
 
 
 def accepted(api: Api) -> dict[str, Field]:
@@ -252,7 +252,7 @@ def read_fields(values: Mapping[str, object], api: Api, *, prefix: str = "") -> 
     asked: dict[str, Any] = {}
     for name, value in values.items():
         row = rows.get(name)
-        field = (_GRPC_PLACES.get(name, prefix) if prefix else "") + name
+        field = _GRPC_NAMES.get(name, prefix + name) if prefix else name
         if row is None:
             known = [known for known, row in rows.items() if isinstance(row, Field)]
             raise InvalidArgument(f"{field}: unknown field{nearest(name, known)}", field=field)

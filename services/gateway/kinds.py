@@ -43,7 +43,10 @@ def _shown(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
         return "a huge integer"
     names = {None: "null", True: "true", False: "false"}
-    text = names[value] if value is None or isinstance(value, bool) else repr(value)
+    try:
+        text = names[value] if value is None or isinstance(value, bool) else repr(value)
+    except RecursionError:
+        return _type_name(value)
     return text if len(text) <= 80 else _type_name(value)
 
 

@@ -75,6 +75,8 @@ def make_message(message: Message, content: Sequence[str], where: str) -> Messag
     if not content and not message.tool_calls:
         raise InvalidArgument(f"{where}.content: needed without tool_calls", field=f"{where}.content")
     for i, call in enumerate(message.tool_calls):
+        if not call.name:
+            raise wrong(f"{where}.tool_calls[{i}].name", "a name", call.name)
         _check_arguments(call.arguments, f"{where}.tool_calls[{i}].arguments")
     return Message(message.role, text, message.tool_calls, message.tool_call_id, message.name, message.reasoning)
 

@@ -92,6 +92,9 @@ class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):  # type: ignore[m
         arrived = time.monotonic()
         model = self._front.models.get(request.model if request.HasField("model") else None)
         values = {**_values(request.sampling, request.options), **_chat_values(request)}
+        if "prompt_logprobs" in values:
+            name = f"{_SAMPLING}prompt_logprobs"
+            raise Unimplemented(f"{name}: not supported by Chat, whose answers have no place for them", field=name)
         messages = [_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
         with self._front.arrival():
             job = await model.text.converse(values, messages, _envelope(context), prefix=_SAMPLING)

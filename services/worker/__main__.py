@@ -77,13 +77,13 @@ async def main(argv: Sequence[str]) -> int:
     try:
         settings = WorkerSettings.load(argv, "triptych worker")
         runner = build_runner(settings)
-    except SettingsError as error:
+        registry = CollectorRegistry()
+        scrape = Scrape(registry, settings.metrics_host, settings.metrics_port)
+    except (SettingsError, OSError) as error:  # an address may be taken
         print(f"triptych worker: {error}", file=sys.stderr)
         return 2
     logs.configure("worker", settings.name, settings.log_level, settings.log_style)
     tune_interpreter()
-    registry = CollectorRegistry()
-    scrape = Scrape(registry, settings.metrics_host, settings.metrics_port)
     metrics = WorkerMetrics(registry, settings.name)
     service = WorkerService(
         runner,

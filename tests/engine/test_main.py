@@ -140,16 +140,18 @@ async def test_the_time_to_drain_is_limited(worker: str, listen: str, tmp_path: 
     assert [line["left"] for line in engine.lines() if line["event"] == "drained"] == [1]
 
 
-async def test_bad_settings_are_said_and_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_bad_settings_are_said_and_end_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert await main(["--max-num-seqz", "3"]) == 2
     assert await main(["--listen", "unix:/" + "x" * 200]) == 2
     assert await main(["--worker", "a:1,b:2"]) == 2
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         assert await main(["--listen", address]) == 2
+        assert await main(["--listen", "unix:" + str(tmp_path / "e"), "--metrics-port", address.split(":")[1]]) == 2
     said = capsys.readouterr().err
     assert "--max-num-seqs" in said
     assert "107 bytes" in said
+    assert f"--metrics-port: cannot listen on {address}" in said
     assert "rank" in said
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.settings import SettingsError
+from services.common.settings import SettingsError, nearest
 from services.gateway.config import GatewaySettings, RestSettings
 
 
@@ -37,6 +37,28 @@ def test_wrong_options_are_named(arguments: list[str], words: str) -> None:
 def test_a_variable_that_no_knob_has_is_an_error() -> None:
     with pytest.raises(SettingsError, match="TRIPTYCH_REST_GATEWAY"):
         RestSettings.load([], "rest", {"TRIPTYCH_REST_GATEWEY": "x"})
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"gateway = 1", "gateway"),
+        (b"[gateway]\nhttp_port = true", "http_port"),
+        (b"[gateway]\ndrain_s = inf", "--drain-s"),
+        (b"\xff\xfe", "t.toml"),
+        (b"[gateway", "t.toml"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, words: str) -> None:
+    file = tmp_path / "t.toml"
+    file.write_bytes(content)
+    with pytest.raises(SettingsError, match=words):
+        GatewaySettings.load(["--config", str(file)], "gateway", {})
+
+
+def test_a_name_of_megabytes_is_compared_with_nothing() -> None:
+    assert nearest("promt", ["prompt"])
+    assert nearest("prompt" * 1_000_000, ["prompt"]) == ""
 
 
 def test_the_rest_process_takes_no_body_that_grpc_cannot_carry() -> None:

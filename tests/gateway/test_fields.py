@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from protos import common_pb2
 from services.common.errors import InvalidArgument, Unimplemented
 from services.gateway.fields import FIELDS, REFUSED, Api, Asked, accepted, read_fields
+from services.worker.wire import decode_sampling
 
 APIS = (Api.CHAT, Api.COMPLETIONS, Api.GRPC, Api.TOKENIZE, Api.DETOKENIZE)
 GOOD: dict[str, Any] = {
@@ -82,6 +84,17 @@ def test_grpc_names_have_their_prefix() -> None:
     with pytest.raises(InvalidArgument) as caught:
         read_fields({"echo": 1}, Api.GRPC, prefix="sampling.")
     assert caught.value.field == "echo"
+    with pytest.raises(InvalidArgument) as caught:
+        read_fields({"chat_template_kwargs": []}, Api.GRPC, prefix="sampling.")
+    assert caught.value.field == "chat_template_kwargs_json"
+
+
+def test_the_smallest_values_are_ones_that_the_worker_takes() -> None:
+    asked = read_fields({"repetition_penalty": 1e-6, "top_p": 1e-45}, Api.COMPLETIONS)
+    params = common_pb2.SamplingParams(repetition_penalty=asked.repetition_penalty, top_p=asked.top_p)
+    decode_sampling(params, seed=0, vocab_size=10)
+    with pytest.raises(InvalidArgument, match="repetition_penalty"):
+        read_fields({"repetition_penalty": 9e-7}, Api.COMPLETIONS)
 
 
 def test_two_names_of_one_field_must_agree() -> None:

@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 from services.common.errors import InvalidArgument
 from services.gateway.kinds import Bias, Bool, Flags, Ids, Int, Kind, Number, Object, OneOf, Text, Texts
 
+NESTED: list[object] = []
+for _ in range(1000):  # what the JSON reader lets through
+    NESTED = [NESTED]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
@@ -72,6 +75,7 @@ def test_right_values(kind: Kind, value: object, read: object) -> None:
     [
         (Bool(), 1),
         (Bool(), "true"),
+        (Bool(), NESTED),
         (Int(0, 5), True),
         (Int(0, 5), 5.0),
         (Int(0, 5), 6),

@@ -112,6 +112,11 @@ async def test_what_is_wrong_or_not_built_is_refused_by_name() -> None:
         assert refused.field == "sampling.constraint"
         tools = await refusal(chat(gateway_pb2.ChatRequest(messages=[USER], tools_json='[{"type":"function"}]')))
         assert isinstance(tools, Unimplemented)
+        assert tools.field == "tools_json"
+        prompt_logprobs = gateway_pb2.ChatRequest(messages=[USER], sampling=SAMPLING(prompt_logprobs=1))
+        assert isinstance(await refusal(chat(prompt_logprobs)), Unimplemented)
+        nameless = gateway_pb2.ChatMessage(role="assistant", tool_calls=[gateway_pb2.ToolCall(arguments="{}")])
+        assert isinstance(await refusal(chat(gateway_pb2.ChatRequest(messages=[nameless]))), InvalidArgument)
         image = gateway_pb2.ChatMessage(role="user", content=[gateway_pb2.ContentPart(image_url="data:,")])
         assert isinstance(await refusal(chat(gateway_pb2.ChatRequest(messages=[image]))), InvalidArgument)
         assert isinstance(await refusal(s.stub.Resume(gateway_pb2.ResumeRequest(token=b"x" * 16))), Unimplemented)
@@ -119,6 +124,24 @@ async def test_what_is_wrong_or_not_built_is_refused_by_name() -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call
             assert isinstance(error_of(caught.value), Unimplemented)
+
+
+async def test_a_name_as_long_as_a_book_comes_back_short() -> None:
+    async with gateway_stack() as s:
+        for name in ("x" * 100_000, "本" * 100_000):
+            error = await refusal(s.stub.Generate(gateway_pb2.GenerateRequest(text="x", model=name)))
+            assert isinstance(error, NotFound)
+            assert len(error.message) < 1100
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\x12\x02\xff\xfe"], ids=["no message", "no UTF-8"])
+async def test_bytes_that_are_no_request_are_the_clients_fault(data: bytes) -> None:
+    async with gateway_stack() as s:
+        service = "/triptych.v1.GatewayService/"
+        assert isinstance(await refusal(s.channel.unary_stream(service + "Generate")(data)), InvalidArgument)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await s.channel.unary_unary(service + "Abort")(b"\xff" * 4)
+        assert isinstance(error_of(caught.value), InvalidArgument)
 
 
 async def test_a_refusal_of_the_engine_keeps_its_details() -> None:

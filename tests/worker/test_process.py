@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -99,6 +100,15 @@ def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
         assert running.wait(20) == 2
         assert running.stderr is not None
         assert "unknown option '--simulate'; did you mean '--simulated'?" in running.stderr.read()
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with process(tmp_path, "--simulated", f"--metrics-port={port}") as running:
+            assert running.wait(20) == 2
+            assert running.stderr is not None
+            assert f"--metrics-port: cannot listen on 127.0.0.1:{port}" in running.stderr.read()
 
 
 def test_a_script_needs_a_simulated_worker() -> None:

@@ -30,8 +30,10 @@ from services.common.settings import option
 ROLES = ("worker", "engine", "gateway")
 """In the order that they are started; they are stopped in the reverse order."""
 
-CHILD = (sys.executable, "-m", "services.local.child")
-"""The command that runs a module as our child; services.local.child says with which arguments."""
+CHILD = (sys.executable, "-P", "-m", "services.local.child")
+"""The command that runs a module as our child; services.local.child says with which arguments.
+
+-P: modules in the folder where a user happens to be are not ours."""
 
 _SOCKET_ROOM = 40
 _POLL_S = 0.05

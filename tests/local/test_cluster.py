@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from services.cli import chat, client, complete, export_text
-from services.local.cluster import Cluster, ClusterError, free_port
+from services.local.cluster import CHILD, Cluster, ClusterError, free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PATIENCE_S = 30
@@ -122,6 +122,21 @@ def test_a_role_that_cannot_start_is_named(tmp_path: Path) -> None:
         with pytest.raises(ClusterError, match="the engine ended with status 2"):
             broken.start()
     assert "no-such-knob" in (tmp_path / "log").read_text()
+
+
+def test_a_child_that_ends_leaves_the_folder_to_the_others(tmp_path: Path) -> None:
+    with subprocess.Popen([*CHILD, str(tmp_path), "platform"], stdin=subprocess.PIPE) as child:
+        assert child.wait(PATIENCE_S) == 0
+    assert tmp_path.exists()
+
+
+def test_modules_in_the_users_folder_are_not_run(tmp_path: Path) -> None:
+    (tmp_path / "platform.py").write_text("print('not ours')")
+    command = [*CHILD, str(tmp_path / "private"), "platform"]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout
+        assert "not ours" not in child.stdout.read()
+        assert child.wait(PATIENCE_S) == 0
 
 
 def test_the_cluster_answers(cluster: Cluster) -> None:

@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-_FILE_VARIABLE = "TRIPTYCH_CONFIG"
+FILE_VARIABLE = "TRIPTYCH_CONFIG"
 _SHARED_TABLES = ("gateway", "engine", "worker", "rest")
 """Tables that one settings file may hold for other processes than the one that reads it."""
 
@@ -65,7 +65,7 @@ class Settings(BaseSettings):
         """The settings from what a command line gave, then environment, file and defaults."""
         environ = os.environ if environ is None else environ
         given = dict(given)
-        path = given.pop("config", None) or environ.get(_FILE_VARIABLE)
+        path = given.pop("config", None) or environ.get(FILE_VARIABLE)
         merged: dict[str, Any] = _from_file(cls, path) if path else {}
         merged.update(_from_environment(cls, environ))
         merged.update(given)
@@ -130,7 +130,7 @@ class Parser(argparse.ArgumentParser):
 def build_parser(cls: type[Settings], prog: str) -> argparse.ArgumentParser:
     """The command line of a role, one option per knob, none with a default of its own."""
     parser = Parser(prog=prog, description=cls.__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--config", metavar="FILE", help=f"settings file (TOML); also {_FILE_VARIABLE}")
+    parser.add_argument("--config", metavar="FILE", help=f"settings file (TOML); also {FILE_VARIABLE}")
     for name, info in cls.model_fields.items():
         parser.add_argument(option(name), dest=name, **argument(cls, name, info))
     return parser

@@ -10,6 +10,7 @@ over unix sockets in a private folder with a short path, clients over TCP.
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import os
 import shutil
@@ -25,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from services.common.settings import option
+from services.common.settings import FILE_VARIABLE, option
 
 ROLES = ("worker", "engine", "gateway")
 """In the order that they are started; they are stopped in the reverse order."""
@@ -104,6 +105,9 @@ class Cluster:
 
     def start(self, give_up: threading.Event | None = None) -> None:
         """Starts all roles and returns when the cluster answers. Raises ClusterError, and has then stopped."""
+        for name, port in (("http_port", self.http_port), ("grpc_port", self.grpc_port)):
+            if _taken(self.host, port):  # else whoever listens there would be taken for ours
+                raise ClusterError(f"{option(name)}: something listens on {self.host}:{port} already")
         self.folder = _runtime_folder()
         try:
             for role in ROLES:
@@ -186,6 +190,7 @@ class Cluster:
         worker, engine = (f"unix:{self.folder}/{name}" for name in ("worker", "engine"))
         clients = {"host": self.host, "http_port": self.http_port, "grpc_port": self.grpc_port}
         usual: dict[str, Any] = {"log_style": "text", "drain_s": self._drain_s}
+        usual = {name: value for name, value in usual.items() if not self._said_elsewhere(role, name)}
         wired: dict[str, dict[str, Any]] = {
             "worker": {"listen": worker, "model": self._model},
             "engine": {"listen": engine, "worker": worker},
@@ -195,6 +200,23 @@ class Cluster:
             usual["metrics_port"] = self._metrics_ports[role]
         given = {**usual, **self._knobs[role], **wired[role]}
         return [word for name, value in given.items() for word in _spell(name, value)]
+
+    def _said_elsewhere(self, role: str, name: str) -> bool:
+        """Whether the environment names a knob, or a settings file may: both come after the command line."""
+        environ = {**os.environ, **self._environ}
+        file = "config" in self._knobs[role] or FILE_VARIABLE in environ
+        return file or f"TRIPTYCH_{role}_{name}".upper() in environ
+
+
+def _taken(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
 
 
 def free_port(host: str = "127.0.0.1") -> int:

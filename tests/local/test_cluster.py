@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -200,3 +201,21 @@ def test_export_text_from_a_gguf(demo_gguf: Path, tmp_path: Path) -> None:
     files = exported(tmp_path / "text", f"--model={demo_gguf}")
     assert json.loads(files["config.json"])["model_type"] == "llama"
     assert "tokenizer.json" in files
+
+
+def test_a_port_that_another_server_has_is_said() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ClusterError, match=f"--http-port: something listens on 127.0.0.1:{port}"):
+            Cluster(worker={"simulated": True}, http_port=port).start()
+
+
+def test_the_environment_is_not_outranked_by_what_is_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(worker={"simulated": True})
+    assert "--log-style=text" in cluster._arguments("engine")
+    monkeypatch.setenv("TRIPTYCH_ENGINE_LOG_STYLE", "json")
+    assert "--log-style=text" not in cluster._arguments("engine")
+    assert "--log-style=text" in cluster._arguments("worker")
+    assert "--log-style=text" not in Cluster(engine={"config": "file.toml"})._arguments("engine")

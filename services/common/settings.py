@@ -84,21 +84,6 @@ class Settings(BaseSettings):
             name = ".".join(str(part) for part in first["loc"]) or "settings"
             raise SettingsError(f"{option(name)}: {first['msg']} (got {first['input']!r})") from None
 
-    def to_arguments(self) -> list[str]:
-        """The command line that rebuilds these settings: what differs from the defaults."""
-        arguments: list[str] = []
-        for name, info in type(self).model_fields.items():
-            value = self.__dict__[name]
-            if value == info.default:
-                continue
-            if isinstance(value, bool):
-                arguments.append(option(name) if value else "--no-" + option(name)[2:])
-            elif isinstance(value, (list, tuple)):
-                arguments += [option(name), ",".join(str(item) for item in value)]
-            else:
-                arguments += [option(name), str(value)]
-        return arguments
-
 
 def option(name: str) -> str:
     """The command-line spelling of a knob: max_num_seqs → --max-num-seqs."""

@@ -21,11 +21,6 @@ class WaitingLine:
     def __len__(self) -> int:
         return len(self._places) + len(self._parked)
 
-    @property
-    def runnable(self) -> int:
-        """How many wait that are not parked."""
-        return len(self._places)
-
     def add(self, request: Request) -> None:
         """Puts a request in its place in the line; its tokens stay as they are while it waits."""
         if request in self._parked:

@@ -71,27 +71,29 @@ class Running:
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Deltas as they come."""
-        error: TriptychError | None = None
-        try:
+        with self._ending():
             async for delta in self._generation:
-                if delta.finish is not None:
-                    self._timer.finish(delta.finish.reason)
+                self._note(delta)
                 yield delta
-        except TriptychError as failed:
-            error = failed
-            raise
-        finally:
-            self._end(error)
 
     async def whole(self) -> list[Delta]:
         """One delta per choice, when all have ended."""
-        error: TriptychError | None = None
-        try:
+        with self._ending():
             deltas = await self._generation.whole()
             for delta in deltas:
-                if delta.finish is not None:
-                    self._timer.finish(delta.finish.reason)
+                self._note(delta)
             return deltas
+
+    def _note(self, delta: Delta) -> None:
+        if delta.finish is not None:
+            self._timer.finish(delta.finish.reason)
+
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Around the reading of all deltas: however it ends, the request is over, and why is known."""
+        error: TriptychError | None = None
+        try:
+            yield
         except TriptychError as failed:
             error = failed
             raise

@@ -10,7 +10,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from services.engine.events import LogprobColumns, StepFailure
-from services.engine.request import Request
+from services.engine.request import MediaItem, Request
 
 __all__ = [
     "MASKED",
@@ -30,6 +30,7 @@ __all__ = [
     "NewRow",
     "PromptLogprobsChunk",
     "StepFailure",
+    "StepMasks",
     "StepOutcome",
     "StepPlan",
 ]
@@ -50,6 +51,7 @@ class NewRow:
     seed: int  # of this choice
     request_id: str
     traceparent: str | None
+    media: tuple[MediaItem, ...] = ()
 
 
 Entry = tuple[Request, int, int, bool]
@@ -76,8 +78,10 @@ class StepPlan:
     first_writable: array[int] = field(default_factory=_column)  # KV of positions below it is not written
     block_counts: array[int] = field(default_factory=_column)  # per row and KV group
     block_ids: array[int] = field(default_factory=_column)
-    draft_counts: array[int] = field(default_factory=_column)
+    draft_counts: array[int] = field(default_factory=_column)  # per row; empty where no row has any
     draft_ids: array[int] = field(default_factory=_column)
+    encode: list[MediaItem] = field(default_factory=list)  # items whose embeddings this step's rows read first
+    dropped_media: list[bytes] = field(default_factory=list)  # hashes of encoder outputs to forget
     entries: list[Entry] = field(default_factory=list)
 
     @property
@@ -89,6 +93,16 @@ class StepPlan:
     def empty(self) -> bool:
         """Nothing computes; freed rows alone need no step, they ride on the next one."""
         return not self.rows
+
+
+@dataclass(slots=True, frozen=True)
+class StepMasks:
+    """The grammar masks of a step that has been sent: StepMasks of the contract."""
+
+    step_id: int
+    rows: array[int]
+    drop: bytes  # per row: 1 where its result is to be dropped
+    masks: bytes  # whole masks one after another; a row with drafts has one per position that it samples
 
 
 @dataclass(slots=True, frozen=True)

@@ -31,6 +31,26 @@ class Replay:
 
 
 @dataclass(slots=True, frozen=True)
+class MediaItem:
+    """One item of media in a prompt: MediaRef of the contract. The engine knows its size and place alone."""
+
+    hash: bytes  # over content and processor settings, 32 bytes
+    modality: str
+    offset: int  # index in the prompt of its first placeholder token
+    length: int  # placeholder tokens
+    embeddings: int  # that the encoder makes for it; at most length
+
+
+@dataclass(slots=True, frozen=True)
+class Constraint:
+    """A grammar that the output follows: Constraint of the contract."""
+
+    kind: str  # "json_schema", "regex", "lark" or "json_object"
+    text: str  # the schema, expression or grammar; empty for json_object
+    starts_after: tuple[int, ...] = ()  # ids after which it holds; empty means from the first output on
+
+
+@dataclass(slots=True, frozen=True)
 class RequestSpec:
     """A Submit of the contract, decoded. `sampling` is passed on to the worker as it came."""
 
@@ -54,6 +74,9 @@ class RequestSpec:
     gateway_state: bytes = b""
     replay: tuple[Replay, ...] = ()
     traceparent: str | None = None
+    media: tuple[MediaItem, ...] = ()  # in the order of their offsets
+    constraint: Constraint | None = None
+    num_speculative_tokens: int | None = None  # drafts per step at most; None means the engine's setting
 
 
 @dataclass(slots=True, eq=False)
@@ -113,6 +136,9 @@ class Request:
     preemptions: int = 0
     overtaken: int = 0  # how many were admitted past it
     suspect: bool = False  # was part of a failed step and has not run alone since
+
+    # Filled by the scheduler, from what its resources say.
+    steady_until: int = 0  # a step of one token that ends here or before needs nothing of any resource
 
     # Filled by the KV cache.
     blocks: list[int] = field(default_factory=list)

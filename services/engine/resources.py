@@ -4,16 +4,24 @@ The scheduler knows these verbs and none of the features; a request on a row car
 resources that concern it. Per residence on a row:
 
     admit ─▶ { clip ─▶ reserve ─▶ describe ─▶ applied }* ─▶ release
+
+Most steps of most requests are one token that needs nothing new. `steady_until` says how far that
+holds, so that such a step asks no resource at all.
 """
 
 # ruff: noqa: ARG002 - a verb without a say looks at nothing
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from services.engine.plan import StepPlan
 from services.engine.request import Request
+
+
+ENDLESS = sys.maxsize
+"""Beyond every position."""
 
 
 class Resource:
@@ -30,8 +38,14 @@ class Resource:
         """
         return True
 
-    def clip(self, request: Request, num_tokens: int) -> int:
-        """How many of these tokens may be computed next; 0 means not in this step."""
+    def begin(self) -> None:
+        """A step is about to be planned. What a step may spend of the resource is whole again."""
+
+    def clip(self, request: Request, num_tokens: int, budget: int) -> int:
+        """How many of these tokens may be computed next; 0 means not in this step.
+
+        `budget` is what the step has left. Only drafts make it more than was asked, within the budget.
+        """
         return num_tokens
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
@@ -43,6 +57,13 @@ class Resource:
 
     def applied(self, request: Request, end: int) -> None:
         """A step that computed the request's tokens up to `end` has succeeded."""
+
+    def steady_until(self, request: Request) -> int:
+        """The position up to which steps of one token need no clip, no reserve and no describe.
+
+        Asked after `describe`, with `num_computed` still the first position of the step just planned.
+        """
+        return ENDLESS
 
     def release(self, request: Request) -> None:
         """Gives back all that the request holds."""
@@ -58,10 +79,11 @@ class Resource:
 class Verbs(NamedTuple):
     """The verbs of the resources that a request carries, bound; a resource is absent where it has no say."""
 
-    clip: tuple[Callable[[Request, int], int], ...]
+    clip: tuple[Callable[[Request, int, int], int], ...]
     reserve: tuple[Callable[[Request, int], bool], ...]
     describe: tuple[Callable[[Request, StepPlan, int], None], ...]
     applied: tuple[Callable[[Request, int], None], ...]
+    steady_until: tuple[Callable[[Request], int], ...]
     release: tuple[Callable[[Request], None], ...]
 
 
@@ -72,5 +94,6 @@ def verbs_of(resources: Sequence[Resource]) -> Verbs:
         tuple(each.reserve for each in resources if type(each).reserve is not Resource.reserve),
         tuple(each.describe for each in resources if type(each).describe is not Resource.describe),
         tuple(each.applied for each in resources if type(each).applied is not Resource.applied),
+        tuple(each.steady_until for each in resources if type(each).steady_until is not Resource.steady_until),
         tuple(each.release for each in resources if type(each).release is not Resource.release),
     )

@@ -254,5 +254,5 @@ def _clip(request: Request, budget: int, verbs: Verbs) -> int:
     gap = request.gap
     num_tokens = gap if gap < budget else budget
     for clip in verbs.clip:
-        num_tokens = clip(request, num_tokens)
+        num_tokens = clip(request, num_tokens, budget)
     return num_tokens

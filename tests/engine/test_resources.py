@@ -11,7 +11,7 @@ from tests.engine.harness import make_spec
 class Half(Resource):
     """Lets half of the tokens run."""
 
-    def clip(self, request: Request, num_tokens: int) -> int:
+    def clip(self, request: Request, num_tokens: int, budget: int) -> int:
         return num_tokens // 2
 
 

@@ -237,7 +237,7 @@ class Gate(Resource):
         self.held += 1
         return True
 
-    def clip(self, request: Request, num_tokens: int) -> int:
+    def clip(self, request: Request, num_tokens: int, budget: int) -> int:
         return 0 if self.shut == 2 else min(num_tokens, 3)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:

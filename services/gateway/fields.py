@@ -60,6 +60,7 @@ class Asked:
     bad_words: tuple[str, ...] | None = None
     seed: int | None = None
     n: int | None = None
+    num_speculative_tokens: int | None = None
     # when it ends
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -134,6 +135,12 @@ FIELDS: tuple[Field, ...] = (
     _same("bad_words", Texts(LIMITS.bad_words, LIMITS.stop_bytes), Api.GENERATE, "Words that may not appear."),
     _same("seed", Int(-(2**63), 2**64 - 1), Api.GENERATE, "Makes sampling repeatable; drawn when unset."),
     _same("n", Int(1, 1 << 16), Api.GENERATE, "Choices; 1 by default."),
+    _same(
+        "num_speculative_tokens",
+        Int(0, LIMITS.drafts),
+        Api.GENERATE,
+        "Most draft tokens per step; 0 turns drafts off; changes no token.",
+    ),
     _same("max_tokens", Int(1), Api.GENERATE, "Most tokens of a choice; by default what the context leaves, or 16."),
     Field("max_completion_tokens", Int(1), Api.CHAT, "The newer name of max_tokens.", "max_tokens"),
     _same("min_tokens", Int(0), Api.GENERATE, "No end before this many tokens; wins over stop ids and stop strings."),

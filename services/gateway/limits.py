@@ -14,6 +14,7 @@ class TextLimits:
     stops: int = 64
     stop_bytes: int = 16384  # of all stop strings: they travel in the engine's copy of the request
     token_ids: int = 4096  # in stop_token_ids, allowed_token_ids, logit_bias
+    drafts: int = 16  # draft tokens per step
     bad_words: int = 256
     prompts: int = 128
     messages: int = 8192

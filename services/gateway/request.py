@@ -45,6 +45,7 @@ class SamplingParams:
     banned_sequences: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    num_speculative_tokens: int | None = None  # None leaves it to the engine
 
 
 @dataclass(slots=True, frozen=True)

@@ -42,6 +42,7 @@ _SAMPLING_SCALARS = (
     "n",
     "logprobs",
     "prompt_logprobs",
+    "num_speculative_tokens",
 )
 
 

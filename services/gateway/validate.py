@@ -122,6 +122,7 @@ def sampling_params(
         banned_sequences=tuple(tuple(ids) for ids in banned_sequences),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        num_speculative_tokens=asked.num_speculative_tokens,
     )
 
 

@@ -231,6 +231,8 @@ def sampling(params: SamplingParams) -> common_pb2.SamplingParams:
         message.logprobs = params.logprobs
     if params.prompt_logprobs is not None:
         message.prompt_logprobs = params.prompt_logprobs
+    if params.num_speculative_tokens is not None:
+        message.num_speculative_tokens = params.num_speculative_tokens
     return message
 
 

@@ -16,6 +16,7 @@ GOOD: dict[str, Any] = {
     "add_generation_prompt": False, "continue_final_message": True, "chat_template_kwargs": {"a": 1}, "documents": [],
     "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.5, "repetition_penalty": 1.5, "frequency_penalty": 0.5,
     "presence_penalty": -0.5, "logit_bias": {"1": 2}, "allowed_token_ids": [1], "bad_words": ["x"], "seed": 7, "n": 2,
+    "num_speculative_tokens": 0,
     "max_tokens": 9, "max_completion_tokens": 9, "min_tokens": 1, "stop": ["x"], "stop_token_ids": [1],
     "include_stop_str_in_output": True, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
     "skip_special_tokens": False, "top_logprobs": 2, "prompt_logprobs": 2, "echo": True, "return_token_ids": True,

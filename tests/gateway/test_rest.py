@@ -153,14 +153,15 @@ async def test_fields_reach_the_engine() -> None:
             model="bytes", messages=CHAT, temperature=0.5, top_p=0.25, seed=7, max_completion_tokens=9, n=2,
             frequency_penalty=1.5, presence_penalty=-1.5, logit_bias={"65": -100}, stop=["zz"],
             extra_body={"top_k": 4, "min_p": 0.125, "repetition_penalty": 1.5, "min_tokens": 2,
-                        "stop_token_ids": [66], "allowed_token_ids": [1, 2], "priority": -3, "cache_salt": "s"},
+                        "stop_token_ids": [66], "allowed_token_ids": [1, 2], "priority": -3, "cache_salt": "s",
+                        "num_speculative_tokens": 5},
             extra_headers={"x-request-id": "mine", "traceparent": f"00-{'a' * 32}-{'b' * 16}-01"},
         )  # fmt: skip
         (submit,) = s.engine.submits
         got = submit.sampling
         assert (got.temperature, got.top_p, got.seed, got.max_tokens, got.n) == (0.5, 0.25, 7, 9, 2)
         assert (got.frequency_penalty, got.presence_penalty, got.top_k, got.min_p) == (1.5, -1.5, 4, 0.125)
-        assert (got.repetition_penalty, got.min_tokens) == (1.5, 2)
+        assert (got.repetition_penalty, got.min_tokens, got.num_speculative_tokens) == (1.5, 2, 5)
         assert (list(got.stop_token_ids), list(got.eos_token_ids), list(got.allowed_token_ids)) == ([66], [END], [1, 2])
         assert [(entry.token_id, entry.bias) for entry in got.logit_bias] == [(65, -100.0)]
         assert (submit.priority, submit.cache_salt, submit.request_id) == (-3, "s", "mine")
@@ -219,6 +220,8 @@ BAD: list[tuple[str, object, int, str | None]] = [
     ("/v1/completions", {"prompt": "x", "n": 0}, 400, "n"),
     ("/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
     ("/v1/completions", {"prompt": "x", "temperature": "warm"}, 400, "temperature"),
+    ("/v1/completions", {"prompt": "x", "num_speculative_tokens": 17}, 400, "num_speculative_tokens"),
+    ("/v1/chat/completions", {"messages": CHAT, "num_speculative_tokens": True}, 400, "num_speculative_tokens"),
     ("/v1/completions", {"prompt": "x", "temperature": -1}, 400, "temperature"),
     ("/v1/completions", {"prompt": "x", "logit_bias": {"258": -100}}, 400, "logit_bias"),
     ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix"),

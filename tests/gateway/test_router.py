@@ -94,6 +94,7 @@ async def test_the_submit_says_everything() -> None:
         params = SamplingParams(
             max_tokens=5, seed=2**63 + 1, n=2, stop_token_ids=(7,), temperature=0.0, top_k=3, logit_bias=((4, -1.5),),
             allowed_token_ids=(1, 2), banned_sequences=((1, 2), (3,)), logprobs=0,
+            num_speculative_tokens=0,
         )  # fmt: skip
         full = GenerateSpec(
             "c", "bytes", (5, 2**20), params, priority=-2, cache_salt="s", deadline_ms=5000, traceparent="00-x"
@@ -111,6 +112,8 @@ async def test_the_submit_says_everything() -> None:
         assert got.HasField("logprobs")
         assert got.logprobs == 0
         assert not got.HasField("prompt_logprobs")
+        assert got.HasField("num_speculative_tokens")
+        assert got.num_speculative_tokens == 0
         assert [list(ids.ids) for ids in got.banned_sequences] == [[1, 2], [3]]
         assert submit.replay == []
 

@@ -87,6 +87,7 @@ SAMPLING = gateway_pb2.SamplingOptions
         (SAMPLING(stop_token_ids=[258]), "sampling.stop_token_ids"),
         (SAMPLING(logit_bias=[common_pb2.LogitBias(token_id=258, bias=1)]), "sampling.logit_bias"),
         (SAMPLING(logprobs=21), "sampling.logprobs"),
+        (SAMPLING(num_speculative_tokens=17), "sampling.num_speculative_tokens"),
     ],
 )
 async def test_bad_sampling_options_are_named(sampling: gateway_pb2.SamplingOptions, field: str) -> None:

@@ -61,12 +61,12 @@ def test_every_sampling_field_arrives() -> None:
             "temperature": 0.5, "top_p": 0.25, "top_k": 5, "min_p": 0.125, "repetition_penalty": 1.5,
             "frequency_penalty": 1, "presence_penalty": -1, "logit_bias": {"3": -100}, "allowed_token_ids": [4, 4, 5],
             "seed": -1, "n": 3, "max_tokens": 20, "min_tokens": 5, "stop_token_ids": [9], "ignore_eos": True,
-            "logprobs": 4, "prompt_logprobs": 0,
+            "logprobs": 4, "prompt_logprobs": 0, "num_speculative_tokens": 0,
         },
         api=Api.GRPC,
     )  # fmt: skip
     assert got == SamplingParams(
-        20, 2**64 - 1, 3, 5, (), (9,), 0.5, 0.25, 5, 0.125, 1.5, 1.0, -1.0, ((3, -100.0),), (4, 5), (), 4, 0
+        20, 2**64 - 1, 3, 5, (), (9,), 0.5, 0.25, 5, 0.125, 1.5, 1.0, -1.0, ((3, -100.0),), (4, 5), (), 4, 0, 0
     )
 
 

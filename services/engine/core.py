@@ -40,15 +40,15 @@ from services.engine.plan import (
     StepOutcome,
     StepPlan,
 )
-from services.engine.policies import FirstCome, Policy
+from services.engine.policies import Policy, Priority
 from services.engine.prompt_logprobs import PromptLogprobsFlag
 from services.engine.registry import Registry
-from services.engine.report import Counters, Explanation, Load
+from services.engine.report import Counters, Explanation, Load, Preemption
 from services.engine.request import Family, Request, RequestSpec, make_family
 from services.engine.resources import Resource
-from services.engine.scheduler import Scheduler
+from services.engine.scheduler import Limits, Scheduler
 
-__all__ = ["CoreConfig", "Counters", "EngineCore", "Explanation", "Load"]
+__all__ = ["CoreConfig", "Counters", "EngineCore", "Explanation", "Load", "Preemption"]
 
 _new = tuple.__new__
 _NO_TOKEN = StepFailure(
@@ -71,6 +71,8 @@ class CoreConfig:
     output_reserve_blocks: int = 1  # kept free per running choice when another is admitted
     max_waiting_requests: int | None = None  # choices; None means no limit
     max_waiting_tokens: int | None = None
+    max_prefill_tokens: int | None = None  # of one request in a step, while others wait for tokens
+    max_preemptions: int = 8  # of one choice
     steps_in_flight: int = 2
 
 
@@ -88,13 +90,11 @@ class EngineCore:
             counters=self.counters,
         )
         self._resources: tuple[Resource, ...] = (self.kv, PromptLogprobsFlag())
-        self.scheduler = Scheduler(
-            policy or FirstCome(),
-            self._resources,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
-            counters=self.counters,
+        self._policy = policy or Priority()
+        limits = Limits(
+            config.max_num_batched_tokens, config.max_num_seqs, config.max_prefill_tokens, config.max_preemptions
         )
+        self.scheduler = Scheduler(self._policy, self._resources, limits, self.counters)
         self._in_flight: deque[StepPlan] = deque()
         self._next_step = 1
         self._resync = False
@@ -115,6 +115,7 @@ class EngineCore:
         The list is empty but for a replay of which a choice turns out to be complete.
         """
         intake.check(spec, self.context_len, self.config.vocab_size)
+        self._policy.check(spec)
         self._registry.check_free(spec)
         if not spec.replay:
             config, scheduler = self.config, self.scheduler
@@ -133,7 +134,7 @@ class EngineCore:
                 request.finish = finish
                 events.append(Tokens(spec.owner, request.choice, request.num_outputs, array("i"), finish))
                 continue
-            self.scheduler.waiting.park(request)
+            self.scheduler.enter(request)
         self._follow_up(family)
         return events
 
@@ -183,8 +184,14 @@ class EngineCore:
             return
         waiting = self.scheduler.waiting
         for request in family.live if family.prompt_applied else (leader,):
-            if waiting.parked(request):
+            if waiting.parked(request) and all(each.ready(request) for each in self._resources):
                 waiting.add(request)
+
+    def look_again(self, owner: Owner) -> None:
+        """What a parked request was not ready for may be there now."""
+        family = self._registry.find(owner)
+        if family is not None:
+            self._follow_up(family)
 
     # Stepping
 
@@ -203,6 +210,21 @@ class EngineCore:
         self._resync = False
         self._in_flight.append(plan)
         return plan
+
+    def let_go(self) -> StepPlan | None:
+        """A step that computes nothing and tells the worker which rows are free; for when nothing runs."""
+        if self._in_flight or not self.scheduler.has_freed:
+            return None
+        plan = StepPlan(self._next_step, self._resync)
+        self.scheduler.let_go(plan)
+        self._next_step += 1
+        self._resync = False
+        self._in_flight.append(plan)
+        return plan
+
+    def take_preemptions(self) -> list[Preemption]:
+        """Who was preempted since the last call, and by whom."""
+        return self.scheduler.take_preemptions()
 
     def apply(self, outcome: StepOutcome) -> list[Event]:
         """Takes a step's outcome, in the order of the plans; one of an unknown step changes nothing."""

@@ -69,6 +69,7 @@ class StepPlan:
 
     step_id: int
     resync: bool = False
+    kv_groups: int = 1
     freed_rows: array[int] = field(default_factory=_column)
     new_rows: list[NewRow] = field(default_factory=list)
     rows: array[int] = field(default_factory=_column)
@@ -91,7 +92,7 @@ class StepPlan:
 
     @property
     def empty(self) -> bool:
-        """Nothing computes; freed rows alone need no step, they ride on the next one."""
+        """Nothing computes."""
         return not self.rows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.engine.plan import PROMPT_LOGPROBS, StepPlan
 from services.engine.request import Request
-from services.engine.resources import Resource
+from services.engine.resources import ENDLESS, Resource
 
 
 class PromptLogprobsFlag(Resource):
@@ -18,3 +18,7 @@ class PromptLogprobsFlag(Resource):
         """After a preemption the prompt runs again, flagged again if anything is left to tell."""
         if request.num_computed < request.prompt_len and not request.family.reads_prefix:
             plan.flags[at] |= PROMPT_LOGPROBS
+
+    def steady_until(self, request: Request) -> int:
+        """Nothing is flagged behind the prompt."""
+        return 0 if request.num_computed < request.prompt_len else ENDLESS

@@ -31,6 +31,17 @@ class Explanation:
     tenant: str
 
 
+@dataclass(slots=True, frozen=True)
+class Preemption:
+    """A running choice was put back into the line to make room for another (or for itself, later)."""
+
+    request_id: str
+    choice: int
+    by_request_id: str
+    by_choice: int
+    reason: str  # "kv_blocks" or "priority"
+
+
 @dataclass(slots=True)
 class Counters:
     """Totals since the start; they only grow."""

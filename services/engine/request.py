@@ -134,6 +134,8 @@ class Request:
     finish: int = FINISH_NONE
     runs: int = 0  # how often it was put on a row
     preemptions: int = 0
+    preempted_by: str = ""  # request id of who took its place last
+    protected: bool = False  # preempted as often as may be: it starts only with all that it will ever need
     overtaken: int = 0  # how many were admitted past it
     suspect: bool = False  # was part of a failed step and has not run alone since
 

@@ -19,7 +19,6 @@ from typing import NamedTuple
 from services.engine.plan import StepPlan
 from services.engine.request import Request
 
-
 ENDLESS = sys.maxsize
 """Beyond every position."""
 
@@ -29,6 +28,20 @@ class Resource:
 
     def concerns(self, request: Request) -> bool:
         """Whether the request needs to carry it. Asked each time it may get a row."""
+        return True
+
+    def ready(self, request: Request) -> bool:
+        """Whether the request may stand in the line. Until then it is parked, and in nobody's way.
+
+        Asked when it comes in, and again when the core hears that this may have changed.
+        """
+        return True
+
+    def would_fit(self, request: Request, without: Sequence[Request]) -> bool:
+        """Whether `admit` will let a waiting request start once these running ones have been released.
+
+        False where that is not sure.
+        """
         return True
 
     def admit(self, request: Request) -> bool:
@@ -62,8 +75,9 @@ class Resource:
         """The position up to which steps of one token need no clip, no reserve and no describe.
 
         Asked after `describe`, with `num_computed` still the first position of the step just planned.
+        Without an answer of its own a resource that has one of those verbs is asked in each step.
         """
-        return ENDLESS
+        return 0
 
     def release(self, request: Request) -> None:
         """Gives back all that the request holds."""
@@ -94,6 +108,11 @@ def verbs_of(resources: Sequence[Resource]) -> Verbs:
         tuple(each.reserve for each in resources if type(each).reserve is not Resource.reserve),
         tuple(each.describe for each in resources if type(each).describe is not Resource.describe),
         tuple(each.applied for each in resources if type(each).applied is not Resource.applied),
-        tuple(each.steady_until for each in resources if type(each).steady_until is not Resource.steady_until),
+        tuple(each.steady_until for each in resources if _is_asked(type(each))),
         tuple(each.release for each in resources if type(each).release is not Resource.release),
     )
+
+
+def _is_asked(kind: type[Resource]) -> bool:
+    """Whether a step of a single token may concern it."""
+    return (kind.clip, kind.reserve, kind.describe) != (Resource.clip, Resource.reserve, Resource.describe)

@@ -6,91 +6,128 @@ import heapq
 import itertools
 from array import array
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from services.engine.plan import SAMPLES, NewRow, StepPlan
+from services.engine.plan import SAMPLES, Entry, NewRow, StepPlan
 from services.engine.policies import Policy
-from services.engine.report import Counters
+from services.engine.report import Counters, Preemption
 from services.engine.request import Request, choice_seed
-from services.engine.resources import Resource, Verbs, verbs_of
+from services.engine.resources import ENDLESS, Resource, Verbs, verbs_of
 from services.engine.waiting import WaitingLine
 
 LOOK_AHEAD = 4
 """How many that cannot start yet may be passed over in one step."""
 MAX_OVERTAKES = 32
 """How many may start before one that cannot; from the next step on the line waits for it."""
+KEPT_PREEMPTIONS = 1024
+"""Preemptions that are remembered until somebody takes them."""
 
-Chosen = tuple[Request, int, Verbs]
-"""Who runs in the step being planned, with how many tokens, and what it carries."""
+
+@dataclass(slots=True, frozen=True)
+class Limits:
+    """What holds for every step."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_prefill_tokens: int | None = None  # of one request in a step, while others wait for tokens
+    max_preemptions: int = 8  # of one request; then it gets all that it will ever need before it runs again
+
+
+class Chosen:
+    """The rows of the step being planned, in batch order. Lists, because arrays are slow to append to."""
+
+    __slots__ = ("asking", "budget", "entries", "num_computed", "num_tokens", "rows")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget  # tokens left
+        self.rows: list[int] = []
+        self.num_tokens: list[int] = []
+        self.num_computed: list[int] = []
+        self.entries: list[Entry] = []
+        self.asking: list[tuple[int, Request, Verbs]] = []  # those that are not steady, and where they stand
+
+    def add(self, request: Request, num_tokens: int, verbs: Verbs) -> None:
+        """A row whose resources have something to describe."""
+        end = request.num_computed + num_tokens
+        self.asking.append((len(self.rows), request, verbs))
+        self.rows.append(request.row)
+        self.num_tokens.append(num_tokens)
+        self.num_computed.append(request.num_computed)
+        self.entries.append((request, request.epoch, end, end >= request.known))
+        self.budget -= num_tokens
 
 
 class Scheduler:
     """Rows, the running set and the waiting line."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        resources: Sequence[Resource],
-        *,
-        max_num_batched_tokens: int,
-        max_num_seqs: int,
-        counters: Counters,
-    ) -> None:
+    def __init__(self, policy: Policy, resources: Sequence[Resource], limits: Limits, counters: Counters) -> None:
         self._policy = policy
         self._resources = resources
-        self._max_tokens = max_num_batched_tokens
-        self._max_running = max_num_seqs
+        self._begins = [each.begin for each in resources if type(each).begin is not Resource.begin]
+        self._limits = limits
         self._counters = counters
         self.running: list[Request] = []  # in the order of the policy
         self.verbs: dict[Request, Verbs] = {}  # of what each that runs carries
         self._made: dict[tuple[Resource, ...], Verbs] = {}
         self.waiting = WaitingLine(policy)
         self.suspects = WaitingLine(policy)  # each runs alone before anything else runs
-        self.rows: list[Request | None] = [None] * max_num_seqs
-        self._free_rows = list(range(max_num_seqs))  # a heap
+        self.rows: list[Request | None] = [None] * limits.max_num_seqs
+        self._free_rows = list(range(limits.max_num_seqs))  # a heap
         self._freed: set[int] = set()  # rows of which the worker does not know that they are free
         self._rows_used = 0  # rows from here on have never been used
         self._epochs = itertools.count(1)
+        self._preempted: list[Preemption] = []
 
     def schedule(self, plan: StepPlan, now: float) -> None:
         """Fills the plan: running requests in order, then waiting ones, within one budget of tokens."""
-        chosen: list[Chosen] = []
-        ran = len(self.running)
-        budget = self._go_on(chosen, self._max_tokens)
-        if len(self.running) == ran:  # who was preempted shall not come back in the same step
-            self._let_in(chosen, budget, plan, now)
+        for begin in self._begins:
+            begin()
+        preemptions = self._counters.preemptions
+        chosen = Chosen(self._limits.max_num_batched_tokens)
+        if self._policy.preempts:
+            self._let_urgent_in(plan, now)
+        self._go_on(chosen, plan)
+        if self._counters.preemptions == preemptions:  # who was preempted shall not come back in the same step
+            self._let_in(chosen, plan, now)
         self._describe(chosen, plan)
 
-    def _go_on(self, chosen: list[Chosen], budget: int) -> int:
-        """Chooses among the running; what is left of the budget."""
-        for request in self.running:
-            if budget == 0:
+    def _go_on(self, chosen: Chosen, plan: StepPlan) -> None:
+        """Chooses among the running. Most of them are steady: one token, and nothing to ask."""
+        rows, starts, counts, entries = chosen.rows, chosen.num_computed, chosen.num_tokens, chosen.entries
+        for request in self.running.copy():
+            if chosen.budget == 0:
                 break
-            verbs = self.verbs[request]
-            num_tokens = _clip(request, budget, verbs)
-            if num_tokens == 0:
+            start, known = request.num_computed, request.known
+            if start < request.steady_until and known - start == 1 and known < request.limit:
+                rows.append(request.row)
+                starts.append(start)
+                counts.append(1)
+                entries.append((request, request.epoch, known, True))
+                request.num_computed = known
+                request.known = known + 1
+                chosen.budget -= 1
                 continue
-            for reserve in verbs.reserve:
-                if not reserve(request, num_tokens) and not self._make_room(request, num_tokens, reserve):
-                    break
-            else:
-                chosen.append((request, num_tokens, verbs))
-                budget -= num_tokens
-        return budget
+            verbs = self.verbs.get(request)
+            if verbs is None:  # preempted in this step
+                continue
+            num_tokens = self._clip(request, chosen.budget, verbs, request is not self.running[-1])
+            if num_tokens and self._reserve(request, num_tokens, verbs, plan):
+                chosen.add(request, num_tokens, verbs)
 
-    def _let_in(self, chosen: list[Chosen], budget: int, plan: StepPlan, now: float) -> None:
+    def _let_in(self, chosen: Chosen, plan: StepPlan, now: float) -> None:
         """Starts waiting requests in their order; a few that cannot start yet are passed over."""
-        line, places = (self.suspects, 1) if self._on_trial else (self.waiting, self._max_running)
+        on_trial = self._on_trial
+        line, places = (self.suspects, 1) if on_trial else (self.waiting, self._limits.max_num_seqs)
         passed: list[Request] = []
-        while budget and len(self.running) < places and len(passed) <= LOOK_AHEAD:
+        while chosen.budget and len(self.running) < places and len(passed) <= LOOK_AHEAD:
             request = line.pop()
             if request is None:
                 break
-            num_tokens = self._admit(request, budget)
+            num_tokens = self._admit(request, chosen.budget)
             if num_tokens:
                 self._start(request, plan, now)
-                chosen.append((request, num_tokens, self.verbs[request]))
-                budget -= num_tokens
+                chosen.add(request, num_tokens, self.verbs[request])
                 for other in passed:
                     other.overtaken += 1
             else:
@@ -100,44 +137,121 @@ class Scheduler:
         for request in passed:
             line.add(request)
 
-    def _make_room(self, request: Request, num_tokens: int, reserve: Callable[[Request, int], bool]) -> bool:
-        """Preempts until a running request can reserve. False when that hit the request itself.
+    def _let_urgent_in(self, plan: StepPlan, now: float) -> None:
+        """Gives the places of running requests to waiting ones that outrank them, if that lets these start.
 
-        The running are in order of urgency, so a victim, the last, is never chosen yet:
-
-            [ chosen …  request  …  victim ]
+        They join the running before any of those is chosen, and so are served in their order.
         """
-        while True:
-            victim = self.running[-1]
-            victim.preemptions += 1
-            self._counters.preemptions += 1
-            self.requeue(victim)
-            if victim is request:
-                return False
-            if reserve(request, num_tokens):
-                return True
+        while self.running and not self._on_trial:
+            urgent = self.waiting.peek()
+            if urgent is None or not self._policy.outranks(urgent, self.running[-1]):
+                return
+            victims = self._in_the_way(urgent)
+            if victims is None:
+                return
+            self.waiting.pop()
+            for victim in victims:
+                self._preempt(victim, urgent, "priority")
+            if not self._admit(urgent, self._limits.max_num_batched_tokens):
+                self.waiting.add(urgent)
+                return
+            self._start(urgent, plan, now)
 
-    def _describe(self, chosen: list[Chosen], plan: StepPlan) -> None:
+    def _in_the_way(self, urgent: Request) -> list[Request] | None:
+        """The fewest whose places it needs, least urgent first; None when it could not start even then."""
+        victims: list[Request] = []
+        concerned = [resource for resource in self._resources if resource.concerns(urgent)]
+        candidates = (each for each in reversed(self.running) if not each.protected)
+        while len(self.running) - len(victims) >= self._limits.max_num_seqs or not all(
+            resource.would_fit(urgent, victims) for resource in concerned
+        ):
+            victim = next(candidates, None)
+            if victim is None or not self._policy.outranks(urgent, victim):
+                return None
+            victims.append(victim)
+        return victims
+
+    def _reserve(self, request: Request, num_tokens: int, verbs: Verbs, plan: StepPlan) -> bool:
+        """Takes what computing the tokens needs, preempting where it is short. False: not in this step."""
+        for reserve in verbs.reserve:
+            while not reserve(request, num_tokens):
+                victim = self._victim(request, plan)
+                if victim is None:
+                    return False
+                self._preempt(victim, request, "kv_blocks")
+                if victim is request:
+                    return False
+        return True
+
+    def _victim(self, request: Request, plan: StepPlan) -> Request | None:
+        """The least urgent from the end of the running up to a request; None where all of those are spared.
+
+        The running are in order of urgency, so that a victim is never chosen yet:
+
+            [ chosen …  request  …  victim  protected ]
+
+        A protected one holds or has been promised all that it will ever need. It waits for what was
+        promised until those that took it have ended or have been preempted themselves.
+        """
+        started = {new.epoch for new in plan.new_rows}
+        for victim in reversed(self.running):
+            if not victim.protected and victim.epoch not in started:
+                return victim
+            if victim is request:
+                break
+        return None
+
+    def _preempt(self, victim: Request, by: Request, reason: str) -> None:
+        victim.preemptions += 1
+        victim.protected = victim.preemptions >= self._limits.max_preemptions
+        victim.preempted_by = by.family.spec.request_id
+        self._counters.preemptions += 1
+        if len(self._preempted) < KEPT_PREEMPTIONS:
+            self._preempted.append(
+                Preemption(victim.family.spec.request_id, victim.choice, by.family.spec.request_id, by.choice, reason)
+            )
+        self.requeue(victim)
+
+    def take_preemptions(self) -> list[Preemption]:
+        """Those since the last call, the first KEPT_PREEMPTIONS of them; the counter counts all."""
+        taken, self._preempted = self._preempted, []
+        return taken
+
+    def _describe(self, chosen: Chosen, plan: StepPlan) -> None:
         """Writes the plan's columns, and counts the tokens as computed from here on."""
-        plan.rows = array("i", [request.row for request, _, _ in chosen])
-        plan.num_tokens = array("i", [num_tokens for _, num_tokens, _ in chosen])
-        plan.num_computed = array("i", [request.num_computed for request, _, _ in chosen])
-        plan.flags = bytearray(len(chosen))
-        plan.first_writable = array("i", bytes(4 * len(chosen)))
-        plan.block_counts = array("i", bytes(4 * len(chosen)))
-        entries, flags = plan.entries, plan.flags
-        for at, (request, num_tokens, verbs) in enumerate(chosen):
+        count = len(chosen.rows)
+        plan.rows = array("i", chosen.rows)
+        plan.num_tokens = array("i", chosen.num_tokens)
+        plan.num_computed = array("i", chosen.num_computed)
+        plan.flags = flags = bytearray((SAMPLES,)) * count
+        plan.first_writable = array("i", bytes(4 * count))
+        plan.block_counts = array("i", bytes(4 * count * plan.kv_groups))
+        plan.entries = entries = chosen.entries
+        for at, request, verbs in chosen.asking:
+            _, _, end, samples = entries[at]
+            if not samples:
+                flags[at] = 0
             for describe in verbs.describe:
                 describe(request, plan, at)
-            request.num_computed = end = request.num_computed + num_tokens
-            samples = end == request.known
+            request.steady_until = min([until(request) for until in verbs.steady_until], default=ENDLESS)
+            request.num_computed = end
             if samples:
-                flags[at] |= SAMPLES
                 request.known = end + 1
-            entries.append((request, request.epoch, end, samples))
-        if chosen:
-            plan.freed_rows.extend(sorted(self._freed))
-            self._freed.clear()
+        if self._policy.charges:
+            for entry, num_tokens in zip(entries, chosen.num_tokens, strict=True):
+                self._policy.charge(entry[0], num_tokens)
+        if count:
+            self.let_go(plan)
+
+    def let_go(self, plan: StepPlan) -> None:
+        """Tells the worker of the rows that are free now."""
+        plan.freed_rows.extend(sorted(self._freed))
+        self._freed.clear()
+
+    def enter(self, request: Request) -> None:
+        """Counts a new request as waiting, but it stands in no line before it is added to it."""
+        self._policy.entered(request)
+        self.waiting.park(request)
 
     def remove(self, request: Request) -> None:
         """Takes out one that has ended, wherever it is."""
@@ -147,6 +261,7 @@ class Scheduler:
         else:
             self.running.remove(request)
             self._vacate(request)
+        self._policy.left(request)
 
     def requeue(self, request: Request) -> None:
         """Takes a running one back to the waiting line, with nothing computed."""
@@ -174,12 +289,14 @@ class Scheduler:
 
     def why(self, request: Request) -> str | None:
         """What keeps a waiting request from starting."""
+        concerned = [resource for resource in self._resources if resource.concerns(request)]
+        if not all(resource.ready(request) for resource in concerned):
+            return next((reason for each in concerned if (reason := each.why(request))), None)
         if self.waiting.parked(request):
             return "waits for the first choice to compute the prompt they share"
-        if len(self.running) >= self._max_running:
-            return f"all {self._max_running} places are taken by running choices"
-        reasons = (resource.why(request) for resource in self._resources if resource.concerns(request))
-        return next((reason for reason in reasons if reason), None)
+        if len(self.running) >= self._limits.max_num_seqs:
+            return f"all {self._limits.max_num_seqs} places are taken by running choices"
+        return next((reason for each in concerned if (reason := each.why(request))), None)
 
     @property
     def waiting_tokens(self) -> int:
@@ -192,6 +309,11 @@ class Scheduler:
         return len(self.waiting) + len(self.suspects)
 
     @property
+    def has_freed(self) -> bool:
+        """Whether there are rows of which the worker does not know that they are free."""
+        return bool(self._freed)
+
+    @property
     def _on_trial(self) -> bool:
         return len(self.suspects) > 0 or any(request.suspect for request in self.running[:1])
 
@@ -201,8 +323,23 @@ class Scheduler:
         self.rows[request.row] = None
         heapq.heappush(self._free_rows, request.row)
         self._freed.add(request.row)
-        request.epoch = request.num_computed = 0
+        request.epoch = request.num_computed = request.steady_until = 0
         request.known = len(request.tokens)
+
+    def _clip(self, request: Request, budget: int, verbs: Verbs, others_wait: bool) -> int:
+        """How many tokens of its gap a request may compute now."""
+        num_tokens = min(request.gap, budget)
+        cap = self._limits.max_prefill_tokens
+        if cap is not None and num_tokens > cap and (others_wait or self._line_moves):
+            num_tokens = cap
+        for clip in verbs.clip:
+            num_tokens = clip(request, num_tokens, budget)
+        return num_tokens
+
+    @property
+    def _line_moves(self) -> bool:
+        """Somebody waits, and there is a place to take."""
+        return self.waiting.num_ready > 0 and len(self.running) < self._limits.max_num_seqs
 
     def _admit(self, request: Request, budget: int) -> int:
         """How many tokens a waiting request starts with; with 0 it holds nothing."""
@@ -214,7 +351,7 @@ class Scheduler:
             admitted.append(resource)
         else:
             verbs = self._made.setdefault(resources, verbs_of(resources))
-            num_tokens = _clip(request, budget, verbs)
+            num_tokens = self._clip(request, budget, verbs, others_wait=False)
             if num_tokens and all(reserve(request, num_tokens) for reserve in verbs.reserve):
                 self.verbs[request] = verbs
                 return num_tokens
@@ -245,14 +382,6 @@ class Scheduler:
                 choice_seed(spec.seed, request.choice),
                 spec.request_id,
                 spec.traceparent,
+                spec.media,
             )
         )
-
-
-def _clip(request: Request, budget: int, verbs: Verbs) -> int:
-    """How many tokens of its gap a request may compute now."""
-    gap = request.gap
-    num_tokens = gap if gap < budget else budget
-    for clip in verbs.clip:
-        num_tokens = clip(request, num_tokens, budget)
-    return num_tokens

@@ -20,7 +20,7 @@ def test_a_resource_without_a_say_limits_nothing() -> None:
     resource, plan = Resource(), StepPlan(1)
     assert resource.concerns(request)
     assert resource.admit(request)
-    assert resource.clip(request, 5) == 5
+    assert resource.clip(request, 5, 9) == 5
     assert resource.reserve(request, 5)
     assert resource.why(request) is None
     resource.describe(request, plan, 0)
@@ -33,5 +33,6 @@ def test_a_resource_without_a_say_limits_nothing() -> None:
 def test_only_verbs_with_a_say_are_called() -> None:
     verbs = verbs_of([Resource(), Half(), Half()])
     request = make_family(make_spec(1, [1, 2]), 100, 0.0, 0).choices[0]
-    assert [clip(request, 8) for clip in verbs.clip] == [4, 4]
-    assert verbs._replace(clip=()) == verbs_of([])
+    assert [clip(request, 8, 9) for clip in verbs.clip] == [4, 4]
+    assert [until(request) for until in verbs.steady_until] == [0, 0]
+    assert verbs._replace(clip=(), steady_until=()) == verbs_of([])

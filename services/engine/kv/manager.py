@@ -8,6 +8,8 @@ promised                                      |─────|   of the known t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from services.engine.kv.blocks import BlockPool
 from services.engine.kv.hashing import ExtraKey, KeyKind, block_hash, root
 from services.engine.plan import StepPlan
@@ -103,6 +105,18 @@ class KvCache(Resource):
         for position in range(request.blocks_indexed, full):
             self.pool.index(request.blocks[position], names[position])
         request.blocks_indexed = full
+
+    def steady_until(self, request: Request) -> int:
+        """What the blocks cover that the worker knows."""
+        return request.blocks_described * self.block_size
+
+    def would_fit(self, request: Request, without: Sequence[Request]) -> bool:
+        """The sum that `admit` makes, without a look at the prefix cache; shared blocks may stay held."""
+        refs = self.pool.refs
+        alone = sum(refs[block] == 1 for other in without for block in other.blocks)
+        promised = sum(other.blocks_promised for other in without)
+        free = self.available + alone + promised + self._reserve_blocks * len(without)
+        return -(-len(request.tokens) // self.block_size) <= free
 
     def release(self, request: Request) -> None:
         """Frees from the tail of the chain, so that its head is the last to be given out."""

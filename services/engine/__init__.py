@@ -10,9 +10,11 @@ sessions         what each gateway has been told, and what it has yet to be told
 records          what came of each accepted request
 metrics          Prometheus series under the names that dashboards know
 core             the pure core: submit, abort, schedule, apply
+explain          where a request is and why
 registry         who is known, by gateway, handle and token
 scheduler        what runs in the next step
 kv/              KV blocks: the pool, the prefix index, what a request holds
+encoder_cache    the resource of media: encoder time, and room for what it makes
 prompt_logprobs  the resource of requests that ask for log probabilities of their prompt
 intake           the checks before anything of a request is kept
 outcome          what a worker answered, cut per request
@@ -21,6 +23,7 @@ policies         the order of that line
 resources        what limits who runs: one protocol for every feature
 report           what the core says about itself
 plan             one step, on its way to the workers and back
+limits           the numbers that the core is made with
 request          what was asked, and where it stands
 events           what the core tells the gateways
 standing         what the worker group holds once it stands

@@ -10,11 +10,11 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import deque
-from dataclasses import dataclass
 from itertools import accumulate
 
 from services.common.errors import DeadlineExceeded, InvalidArgument, TriptychError
 from services.engine import intake
+from services.engine.encoder_cache import EncoderCache
 from services.engine.events import (
     FINISH_ABORT,
     FINISH_ERROR,
@@ -28,7 +28,9 @@ from services.engine.events import (
     StepFailure,
     Tokens,
 )
+from services.engine.explain import explain
 from services.engine.kv.manager import KvCache
+from services.engine.limits import CoreConfig
 from services.engine.outcome import LogprobCuts, not_yet_told
 from services.engine.plan import (
     ROW_DROPPED,
@@ -57,25 +59,6 @@ _NO_TOKEN = StepFailure(
 )
 
 
-@dataclass(slots=True, frozen=True)
-class CoreConfig:
-    """What limits the core; all counts are per engine."""
-
-    max_num_batched_tokens: int  # tokens of one step
-    max_num_seqs: int  # choices that run at once: rows
-    max_model_len: int  # prompt plus output of one choice
-    block_size: int  # tokens per KV block
-    num_blocks: int
-    vocab_size: int
-    enable_prefix_caching: bool = True
-    output_reserve_blocks: int = 1  # kept free per running choice when another is admitted
-    max_waiting_requests: int | None = None  # choices; None means no limit
-    max_waiting_tokens: int | None = None
-    max_prefill_tokens: int | None = None  # of one request in a step, while others wait for tokens
-    max_preemptions: int = 8  # of one choice
-    steps_in_flight: int = 2
-
-
 class EngineCore:
     """The one object that knows every request. All calls come from one thread."""
 
@@ -89,7 +72,9 @@ class EngineCore:
             prefix_caching=config.enable_prefix_caching,
             counters=self.counters,
         )
-        self._resources: tuple[Resource, ...] = (self.kv, PromptLogprobsFlag())
+        largest = max(config.max_num_batched_tokens, self.context_len)
+        self.encoder = EncoderCache(config.encoder_budget or largest, config.encoder_cache_size or largest)
+        self._resources: tuple[Resource, ...] = (self.kv, self.encoder, PromptLogprobsFlag())
         self._policy = policy or Priority()
         limits = Limits(
             config.max_num_batched_tokens, config.max_num_seqs, config.max_prefill_tokens, config.max_preemptions
@@ -115,6 +100,7 @@ class EngineCore:
         The list is empty but for a replay of which a choice turns out to be complete.
         """
         intake.check(spec, self.context_len, self.config.vocab_size)
+        intake.check_media(spec, self.encoder.largest_item)
         self._policy.check(spec)
         self._registry.check_free(spec)
         if not spec.replay:
@@ -331,6 +317,10 @@ class EngineCore:
         elif not live:
             return events
         self.scheduler.requeue_all()
+        if outcome.status == STEP_FAILED:
+            for lost in (plan, *self._in_flight):
+                for resource in self._resources:
+                    resource.failed(lost)
         self._resync = True
         return events
 
@@ -383,29 +373,7 @@ class EngineCore:
     def explain(self, token: bytes) -> Explanation | None:
         """Where the request with this token is, and why; None when it is unknown."""
         family = self._registry.by_token(token)
-        if family is None:
-            return None
-        live = list(family.live)
-        running = [request for request in live if request.epoch]
-        first = running[0] if running else live[0]
-        return Explanation(
-            state="running" if running else "waiting",
-            reason=self._reason(first),
-            position=self.scheduler.position(first),
-            prompt_tokens=len(family.spec.prompt),
-            computed_tokens=sum(request.num_computed for request in live),
-            output_tokens=sum(request.num_outputs for request in family.choices),
-            preemptions=sum(request.preemptions for request in family.choices),
-            tenant=family.spec.tenant,
-        )
-
-    def _reason(self, request: Request) -> str:
-        if request.epoch:
-            return f"runs on row {request.row}"
-        before = self.scheduler.position(request)
-        if before:
-            return f"{before} choices stand before it in the line"
-        return self.scheduler.why(request) or "is next to run"
+        return explain(family, self.scheduler) if family is not None else None
 
     def live_handles(self, gateway: int) -> list[int]:
         """Handles of a gateway's requests that have not ended."""

@@ -32,6 +32,26 @@ def check(spec: RequestSpec, context_len: int, vocab_size: int) -> None:
         _check_ids(replay.token_ids, vocab_size, "replay")
 
 
+def check_media(spec: RequestSpec, largest_item: int) -> None:
+    """Refuses media that do not lie in the prompt one after another, or that could never be encoded."""
+    free_from = 0
+    for index, item in enumerate(spec.media):
+        field = f"media[{index}]"
+        if item.length < 1 or item.offset < free_from or item.offset + item.length > len(spec.prompt):
+            raise InvalidArgument(
+                f"{field} takes {item.length} tokens from {item.offset} on; the prompt has {len(spec.prompt)}, "
+                f"free from {free_from} on",
+                field=field,
+            )
+        if not 1 <= item.embeddings <= item.length:
+            raise InvalidArgument(f"{field} has {item.embeddings} embeddings for {item.length} tokens", field=field)
+        if item.embeddings > largest_item:
+            raise InvalidArgument(
+                f"{field} makes {item.embeddings} embeddings; the encoder takes {largest_item} at most", field=field
+            )
+        free_from = item.offset + item.length
+
+
 def check_limit(noun: str, new: int, waiting: int, limit: int | None) -> None:
     """Refuses what would make more wait than may: for now, or for good where it exceeds the limit alone."""
     if limit is None or waiting + new <= limit:

@@ -82,6 +82,9 @@ class Resource:
     def release(self, request: Request) -> None:
         """Gives back all that the request holds."""
 
+    def failed(self, plan: StepPlan) -> None:
+        """The step did not run, nor any planned since. No request holds anything."""
+
     def reset(self) -> None:
         """The worker is gone, and with it everything it kept. No request holds anything."""
 

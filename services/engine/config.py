@@ -28,6 +28,21 @@ class EngineSettings(Settings):
     enable_prefix_caching: bool = knob(True, "requests with equal beginnings share KV blocks")
     output_reserve_blocks: int = knob(1, "KV blocks kept free per running request when one is admitted", ge=0)
 
+    policy: Literal["fcfs", "priority", "fair"] = knob(
+        "priority", "who goes first: by arrival, by priority, or by priority and then each tenant its share"
+    )
+    ageing_s: float = knob(60.0, "seconds of waiting that make up for one level of priority", gt=0)
+    max_prefill_tokens: int | None = knob(
+        None, "tokens that one request computes in a step while others wait; by default no limit", ge=1
+    )
+    max_preemptions: int = knob(8, "how often one request may be preempted before it is given all it will need", ge=1)
+    encoder_budget: int | None = knob(
+        None, "media embeddings that one step encodes at most; by default what the largest item can be", ge=1
+    )
+    encoder_cache_size: int | None = knob(
+        None, "media embeddings that are kept; by default what the largest item can be", ge=1
+    )
+
     max_waiting_requests: int = knob(1024, "requests that may wait; more are refused", ge=1)
     max_waiting_tokens: int = knob(1_000_000, "prompt tokens that may wait; more are refused", ge=1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,3 +51,7 @@ class Counters:
     prefix_hits: int = 0  # tokens
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    drafts: int = 0  # rows of steps that verified drafts
+    draft_tokens: int = 0
+    draft_tokens_accepted: int = 0
+    drafts_accepted_at: list[int] = field(default_factory=list)  # of the first, second, … token of a draft

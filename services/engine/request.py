@@ -17,9 +17,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from services.engine.events import FINISH_EOS, FINISH_LENGTH, FINISH_NONE, FINISH_STOP_ID, Owner
+from services.engine.ngrams import NgramIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+NO_DRAFT = array("i")
+"""The ids of a row without drafts; never changed."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -138,9 +143,20 @@ class Request:
     protected: bool = False  # preempted as often as may be: it starts only with all that it will ever need
     overtaken: int = 0  # how many were admitted past it
     suspect: bool = False  # was part of a failed step and has not run alone since
+    deaths: int = 0  # of workers, over steps that it was part of, without getting further in between
+    died_at: int = 0  # its tokens at the last of them
 
     # Filled by the scheduler, from what its resources say.
     steady_until: int = 0  # a step of one token that ends here or before needs nothing of any resource
+
+    # Filled by the drafts.
+    ngrams: NgramIndex | None = None  # where its tokens have been before
+    draft: array[int] = field(
+        default_factory=lambda: NO_DRAFT
+    )  # ids to be verified by the step being planned or in flight
+    draft_awaited: bool = False  # waits for its last token, to make drafts behind it
+    draft_pause: int = 0  # tokens of the last pause between drafts; none after drafts that were of use
+    draft_from: int = 0  # length in tokens from which it may have drafts again
 
     # Filled by the KV cache.
     blocks: list[int] = field(default_factory=list)

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 
 from services.engine.events import LogprobColumns, StepFailure
 from services.engine.plan import (
+    MASKED,
     PROMPT_LOGPROBS,
+    ROW_DROPPED,
     ROW_FAILED,
     ROW_OK,
     SAMPLES,
@@ -22,11 +24,13 @@ from services.engine.plan import (
     STEP_SKIPPED,
     NewRow,
     PromptLogprobsChunk,
+    StepMasks,
     StepOutcome,
     StepPlan,
 )
 
 VOCABULARY = 50
+MASK_BYTES = -(-VOCABULARY // 32) * 4
 LOGPROBS = b"logprobs"
 """What `sampling` says where a row is to give log probabilities."""
 
@@ -41,20 +45,70 @@ def next_token(prefix: int, seed: int) -> int:
     return hash((prefix, seed, 7)) % VOCABULARY
 
 
+PERIOD = 3
+Mask = frozenset[int]
+"""Tokens that a grammar allows."""
+
+
+def next_of_refrain(prefix: int, seed: int, length: int) -> int:
+    """The same for a worker that says the same few tokens again and again, with a slip now and then."""
+    return next_token(prefix, seed) if hash((prefix, seed, 11)) % 7 == 0 else length % PERIOD
+
+
+def choose(prefix: int, seed: int, length: int, refrain: bool, allowed: Mask | None) -> int:
+    """What is sampled after a prefix of so many tokens: the wish, or the next token after it that is allowed."""
+    wish = next_of_refrain(prefix, seed, length) if refrain else next_token(prefix, seed)
+    while allowed is not None and wish not in allowed:
+        wish = (wish + 1) % VOCABULARY
+    return wish
+
+
 def undisturbed(
-    prompt: Sequence[int], seed: int, max_tokens: int, ends: frozenset[int] = frozenset(), min_tokens: int = 0
+    prompt: Sequence[int],
+    seed: int,
+    max_tokens: int,
+    ends: frozenset[int] = frozenset(),
+    min_tokens: int = 0,
+    refrain: bool = False,
+    allowed: Callable[[list[int]], Mask | None] = lambda _: None,
 ) -> list[int]:
-    """What a request that runs alone gives."""
+    """What a request that runs alone gives. `allowed` says what may come after some outputs."""
     prefix = 0
     for token in prompt:
         prefix = chain(prefix, token)
     outputs: list[int] = []
     while len(outputs) < max_tokens:
-        outputs.append(next_token(prefix, seed))
+        length = len(prompt) + len(outputs)
+        outputs.append(choose(prefix, seed, length, refrain, allowed(outputs)))
         prefix = chain(prefix, outputs[-1])
         if outputs[-1] in ends and len(outputs) > min_tokens:
             break
     return outputs
+
+
+def _unpack(plan: StepPlan, masks: StepMasks | None) -> tuple[set[int], dict[int, list[Mask]]]:
+    """Rows to be dropped, and the masks of the others."""
+    waiting = [row for row, flag in zip(plan.rows, plan.flags, strict=True) if flag & MASKED]
+    if masks is None:
+        assert not waiting, "a step ran without its masks"
+        return set(), {}
+    assert masks.step_id == plan.step_id
+    assert list(masks.rows) == waiting, "masks are in the order of the rows"
+    dropped: set[int] = set()
+    allowed: dict[int, list[Mask]] = {}
+    drafts = dict(zip(plan.rows, plan.draft_counts or [0] * len(plan.rows), strict=True))
+    at = 0
+    for row, drop in zip(masks.rows, masks.drop, strict=True):
+        if drop:
+            dropped.add(row)
+            continue
+        allowed[row] = []
+        for _ in range(1 + drafts[row]):
+            bits = int.from_bytes(masks.masks[at : at + MASK_BYTES], "little")
+            allowed[row].append(frozenset(token for token in range(VOCABULARY) if bits >> token & 1))
+            at += MASK_BYTES
+    assert at == len(masks.masks)
+    return dropped, allowed
 
 
 def no_logprobs() -> LogprobColumns:
@@ -73,6 +127,10 @@ class Row:
     computed: int | None = None
     spoiled: bool = False  # gave no token, so that what follows has nothing to go on
 
+    def forget(self, length: int) -> None:
+        """Nothing from there on is known."""
+        del self.tokens[length:], self.prefixes[length:]
+
     def prefix(self, position: int) -> int:
         while len(self.prefixes) <= position:
             at = len(self.prefixes)
@@ -83,9 +141,10 @@ class Row:
 class FakeWorker:
     """Executes plans in their order. `fails` says whether a plan fails; `statuses` may spoil rows by request id."""
 
-    def __init__(self, block_size: int, num_blocks: int) -> None:
+    def __init__(self, block_size: int, num_blocks: int, refrain: bool = False) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.refrain = refrain
         self.rows: dict[int, Row] = {}
         self.kv: dict[int, int] = {}
         self.fails: Callable[[list[str]], bool] = lambda _: False
@@ -93,15 +152,19 @@ class FakeWorker:
         self.epochs: set[int] = set()
         self.last_step = 0
         self.broken = False
+        self.encoded: dict[bytes, int] = {}  # embeddings by hash of the item
+        self.encoded_per_step: list[int] = []
         self.flagged: list[tuple[str, int]] = []  # request id and position whose prompt log probability was asked
 
     def lose(self) -> None:
         """Dies; the one that takes its place knows nothing."""
         self.rows.clear()
         self.kv.clear()
+        self.encoded.clear()
         self.broken = False
 
-    def execute(self, plan: StepPlan) -> StepOutcome:
+    def execute(self, plan: StepPlan, masks: StepMasks | None = None) -> StepOutcome:
+        """Runs a step; with rows that are flagged for it, not before its masks are there."""
         assert plan.step_id > self.last_step
         self.last_step = plan.step_id
         self._check_shape(plan)
@@ -118,7 +181,16 @@ class FakeWorker:
         if self.fails([self.rows[row].new.request_id for row in plan.rows]):
             self.broken = True
             return self._failed(plan, STEP_FAILED)
-        return self._compute(plan)
+        self._encode(plan)
+        return self._compute(plan, masks)
+
+    def _encode(self, plan: StepPlan) -> None:
+        for name in plan.dropped_media:
+            self.encoded.pop(name, None)
+        for item in plan.encode:
+            assert item.hash not in self.encoded, "encoded twice"
+            self.encoded[item.hash] = item.embeddings
+        self.encoded_per_step.append(sum(item.embeddings for item in plan.encode))
 
     def _check_shape(self, plan: StepPlan) -> None:
         rows = len(plan.rows)
@@ -133,10 +205,11 @@ class FakeWorker:
         empty = array("i")
         return StepOutcome(plan.step_id, status, StepFailure(13, "broken", "id"), empty, array("Q"), b"", empty, empty)
 
-    def _compute(self, plan: StepPlan) -> StepOutcome:
+    def _compute(self, plan: StepPlan, masks: StepMasks | None) -> StepOutcome:
+        dropped, allowed = _unpack(plan, masks)
         rows, epochs, counts, ids, statuses = array("i"), array("Q"), array("i"), array("i"), bytearray()
         logprobs, chunks = no_logprobs(), []
-        block_at = 0
+        block_at = draft_at = 0
         for at, number in enumerate(plan.rows):
             row = self.rows[number]
             row.blocks += plan.block_ids[block_at : block_at + plan.block_counts[at]]
@@ -144,27 +217,38 @@ class FakeWorker:
             start, end = plan.num_computed[at], plan.num_computed[at] + plan.num_tokens[at]
             assert row.computed in {None, start}, "computed tokens do not follow on"
             row.computed = end
+            draft = plan.draft_ids[draft_at : draft_at + plan.draft_counts[at]] if plan.draft_counts else array("i")
+            draft_at += len(draft)
             if row.spoiled:
                 rows.append(number)
                 epochs.append(row.new.epoch)
                 statuses.append(ROW_FAILED)
                 counts.append(0)
                 continue
+            row.tokens += draft
             self._read_and_write(row, start, end, plan.first_writable[at])
+            row.forget(len(row.tokens) - len(draft))
+            for item in row.new.media:
+                if item.offset < end and start < item.offset + item.length:
+                    assert item.hash in self.encoded, "the embeddings of a position are not there"
             if plan.flags[at] & PROMPT_LOGPROBS:
                 chunks.append(self._prompt_logprobs(row, start, end))
             if not plan.flags[at] & SAMPLES:
                 assert end < len(row.tokens)
+                assert not draft
                 continue
-            assert end == len(row.tokens), "sampled before the last token"
+            assert end == len(row.tokens) + len(draft), "sampled before the last token"
             status = self.statuses.get(row.new.request_id, ROW_OK)
+            if plan.flags[at] & MASKED and number in dropped:
+                status = ROW_DROPPED
             rows.append(number)
             epochs.append(row.new.epoch)
             statuses.append(status)
-            counts.append(1 if status == ROW_OK else 0)
             row.spoiled = status != ROW_OK
-            if status == ROW_OK:
-                token = next_token(row.prefix(end - 1), row.new.seed)
+            given = [] if row.spoiled else self._sample(row, draft, allowed.get(number, []))
+            counts.append(len(given))
+            row.computed = end - len(draft) + max(len(given), 1) - 1
+            for token in given:
                 row.tokens.append(token)
                 ids.append(token)
                 self._add_logprobs(logprobs, row, token)
@@ -180,6 +264,20 @@ class FakeWorker:
             logprobs if logprobs.token_ids else None,
             tuple(chunks),
         )
+
+    def _sample(self, row: Row, draft: Sequence[int], masks: Sequence[Mask]) -> list[int]:
+        """Tokens as long as they agree with the draft, and the first that does not or that is behind it."""
+        given: list[int] = []
+        tokens = row.tokens
+        prefix = row.prefix(len(tokens) - 1)
+        assert len(masks) in {0, 1 + len(draft)}, "a row with drafts has a mask per position"
+        for at in range(1 + len(draft)):
+            allowed = masks[at] if masks else None
+            given.append(choose(prefix, row.new.seed, len(tokens) + at, self.refrain, allowed))
+            prefix = chain(prefix, given[-1])
+            if at < len(draft) and given[-1] != draft[at]:
+                break
+        return given
 
     def _read_and_write(self, row: Row, start: int, end: int, first_writable: int) -> None:
         size = self.block_size

@@ -66,12 +66,17 @@ class EncoderCache(Resource):
 
         With 0 a waiting request does not start: who waits for the encoder takes no place.
         """
-        time, room = self._left, self._room_for(request, num_tokens)
-        for item in self._missing(request, num_tokens):
-            if item.embeddings > time or item.embeddings > room:
-                return max(0, item.offset - request.num_computed)
-            time -= item.embeddings
+        time, room = self._left, self.capacity - self.used + self._idle_used
+        seen: set[bytes] = set()
+        for item in _within(request, num_tokens):
+            output = self._outputs.get(item.hash)
+            if item.hash in seen or (output is not None and output.holders):
+                continue
+            seen.add(item.hash)
             room -= item.embeddings
+            time -= item.embeddings if output is None else 0
+            if time < 0 or room < 0:
+                return max(0, item.offset - request.num_computed)
         return num_tokens
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
@@ -80,7 +85,9 @@ class EncoderCache(Resource):
             output = self._outputs.get(item.hash)
             if output is not None:
                 self._hold(output, request)
-        for item in self._missing(request, num_tokens):
+        for item in _within(request, num_tokens):
+            if item.hash in self._outputs:
+                continue
             self._make_room(item.embeddings)
             self._left -= item.embeddings
             self.used += item.embeddings
@@ -95,14 +102,14 @@ class EncoderCache(Resource):
         self._encode, self._dropped = [], []
 
     def applied(self, request: Request, end: int) -> None:
-        """Lets go of the items that have been read to their ends."""
-        for item in request.family.spec.media:
-            if item.offset >= end:
-                break
+        """Lets go of the items that have been read to their ends, unless another place of one is being read."""
+        begun = [item for item in _all(request) if item.offset < request.num_computed]
+        being_read = {item.hash for item in begun if item.offset + item.length > end}
+        for item in begun:
             output = self._outputs.get(item.hash)
             if output is not None and request in output.holders:
-                output.certain = True
-                if not any(each.hash == item.hash and each.offset + each.length > end for each in _all(request)):
+                output.certain = output.certain or item.offset < end
+                if item.hash not in being_read:
                     self._let_go(output, request)
 
     def steady_until(self, request: Request) -> int:
@@ -139,26 +146,11 @@ class EncoderCache(Resource):
         """The item that a waiting request cannot start without."""
         if self.clip(request, 1, 1):
             return None
-        item = next(self._missing(request, 1))
+        item = next(_within(request, 1))
         return (
             f"waits for the encoder: its next item makes {item.embeddings} embeddings; "
             f"{self.used - self._idle_used} of {self.capacity} are held by running requests"
         )
-
-    def _missing(self, request: Request, num_tokens: int) -> Iterator[MediaItem]:
-        """The items that the tokens read and that nobody has encoded, each hash once."""
-        seen: set[bytes] = set()
-        for item in _within(request, num_tokens):
-            if item.hash not in self._outputs and item.hash not in seen:
-                seen.add(item.hash)
-                yield item
-
-    def _room_for(self, request: Request, num_tokens: int) -> int:
-        """Embeddings that can be had without taking what the tokens themselves read."""
-        kept = sum(
-            {item.hash: item.embeddings for item in _within(request, num_tokens) if item.hash in self._idle}.values()
-        )
-        return self.capacity - self.used + self._idle_used - kept
 
     def _hold(self, output: Output, request: Request) -> None:
         output.holders.add(request)

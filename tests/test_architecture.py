@@ -28,7 +28,14 @@ MAY_IMPORT = {
     "services.engine": ("services.engine", "services.common", "protos"),
     "services.worker": ("services.worker", "services.common", "protos", "kernels"),
     "services.local": ("services.local", "services.common"),
-    "services.cli": ("services.cli", "services.local", "services.common", "protos", "services.engine.core"),
+    # The cli simulates with the engine's pure rooms: the core, and the plain data that goes in and comes out.
+    "services.cli": (
+        "services.cli",
+        "services.local",
+        "services.common",
+        "protos",
+        *(f"services.engine.{room}" for room in ("core", "events", "plan", "request")),
+    ),
 }
 DOORS = {"service", "wire", "workers", "router", "rest", "cli"}
 TOP_LOOPS = {"services.common.server", "services.engine.loop", "services.worker.stepper", "services.gateway.rest.asgi"}

@@ -14,6 +14,7 @@ COMMANDS = {
     "chat": ("chat", "talk to a model in the terminal"),
     "complete": ("complete", "continue a text"),
     "bench": ("bench", "measure an OpenAI-compatible server"),
+    "simulate": ("simulate.command", "run a workload through the scheduler, without a model"),
     "export-text": ("export_text", "write a model's text files (tokenizer, config, template) to a folder"),
     "gateway": ("role", "run one gateway"),
     "engine": ("role", "run one engine"),

@@ -1,0 +1,156 @@
+"""What a person reads: the steps, equal ones folded into one line, and the figures of the run."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from services.cli.simulate.observer import Observer, Step
+from services.cli.simulate.spread import Spread
+from services.cli.simulate.summary import Summary, Times
+
+_HEAD, _TAIL = 24, 8
+"""Lines of steps that are shown from the beginning and from the end of a run."""
+_NAMES = 7
+"""Requests that one line names."""
+
+
+@dataclass(slots=True)
+class Line:
+    """Steps that follow on each other and have the same rows with the same tokens."""
+
+    first: Step
+    last: Step
+
+    def takes(self, step: Step) -> bool:
+        """Whether the step is one more of them."""
+        last = self.last
+        return (
+            step.tokens == last.tokens
+            and not step.preempted
+            and (step.running, step.waiting) == (last.running, last.waiting)
+            and step.rows == last.rows
+        )
+
+
+class Lines(Observer):
+    """Keeps the first lines and the last ones."""
+
+    def __init__(self) -> None:
+        self._head: list[Line] = []
+        self._tail: deque[Line] = deque(maxlen=_TAIL)
+        self._left_out = 0
+
+    def step(self, step: Step) -> None:
+        """Adds a step to the last line, or begins a new one."""
+        current = self._tail[-1] if self._tail else self._head[-1] if self._head else None
+        if current is not None and current.takes(step):
+            current.last = step
+        elif len(self._head) < _HEAD:
+            self._head.append(Line(step, step))
+        else:
+            self._left_out += len(self._tail) == _TAIL
+            self._tail.append(Line(step, step))
+
+    def table(self) -> Table:
+        """The lines."""
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+        for title in ("step", "ms", "tokens", "prefill", "decode", "running", "waiting", "free"):
+            table.add_column(title, justify="right", no_wrap=True)
+        table.add_column("scheduled", overflow="fold", ratio=1)
+        for line in self._head:
+            table.add_row(*_cells(line))
+        if self._left_out:
+            table.add_row("…", *[""] * 7, Text(f"{self._left_out:,} more lines", style="dim"))
+        for line in self._tail:
+            table.add_row(*_cells(line))
+        return table
+
+
+def _cells(line: Line) -> list[str | Text]:
+    first, last = line.first, line.last
+    steps = str(first.number) if first is last else f"{first.number}–{last.number}"
+    figures = (first.tokens, first.work.prefill_tokens, first.work.decode_rows, first.running, first.waiting)
+    return [
+        steps,
+        f"{first.start_ns / 1e6:,.1f}",
+        *[f"{figure:,}" if figure else Text("·", style="dim") for figure in figures],
+        f"{last.free_blocks:,}",
+        _who(first),
+    ]
+
+
+def _who(step: Step) -> Text:
+    """Rows by name; neighbours that make one token each are told as one."""
+    text = Text()
+    parts: list[tuple[str, str, str]] = []
+    for single, group in groupby(step.rows, key=lambda row: row.tokens == 1):
+        rows = list(group)
+        if single and len(rows) > 2:
+            parts.append((f"{rows[0].live.name}…{rows[-1].live.name}", f"{len(rows)}×1", "green"))
+        else:
+            parts += [(row.live.name, f"{row.tokens:,}", "green" if row.decodes else "cyan") for row in rows]
+    for name, tokens, style in parts[:_NAMES]:
+        text.append(f"{name} ").append(f"{tokens}  ", style=style)
+    if len(parts) > _NAMES:
+        text.append(f"and {len(parts) - _NAMES} more  ", style="dim")
+    if step.preempted:
+        names = " ".join(live.name for live in step.preempted[:_NAMES])
+        text.append(f"preempted {names}", style="red")
+    return text
+
+
+def show(console: Console, title: str, lines: Lines, summary: Summary) -> None:
+    """Prints everything."""
+    if title:
+        console.print(Text(title, style="bold"), "", sep="\n")
+    console.print(lines.table(), "")
+    console.print(_totals(summary), "")
+    if summary.times.requests:
+        console.print(_spreads(summary))
+    for reason, count in summary.reasons.most_common():
+        console.print(Text(f"{count:,} × {reason}", style="red"))
+
+
+def _totals(summary: Summary) -> str:
+    ended = [f"{summary.finishes['length']:,} requests completed"]
+    ended += [f"{summary.finishes[kind]:,} {kind}" for kind in ("expired", "refused") if summary.finishes[kind]]
+    seconds = summary.end_ns / 1e9
+    rate = summary.times.output_tokens / seconds if seconds else 0.0
+    work = [
+        f"[bold]{summary.steps:,} steps[/]",
+        f"{seconds:,.3f} s",
+        f"{summary.tokens:,} tokens computed",
+        f"{summary.full:.1%} of the budget",
+        f"{rate:,.1f} output tokens/s",
+    ]
+    more = [f"{summary.full_steps:,} full steps", f"{summary.decode_only_steps:,} of decodes alone"]
+    more += [f"{summary.preemptions:,} preemptions", f"{summary.cached_tokens:,} prompt tokens from the cache"]
+    return "\n".join([" · ".join(work), " · ".join(ended), " · ".join(more)])
+
+
+def _spreads(summary: Summary) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("milliseconds", no_wrap=True)
+    for title in ("mean", "p50", "p90", "p99", "max"):
+        table.add_column(title, justify="right", no_wrap=True)
+    _add(table, "", summary.times)
+    if set(summary.tenants) - {""}:
+        for name, times in list(summary.tenants.items())[:10]:
+            _add(table, f" of {name or 'no tenant'}", times, short=True)
+    return table
+
+
+def _add(table: Table, whose: str, times: Times, short: bool = False) -> None:
+    named: list[tuple[str, Spread]] = [("wait", times.wait), ("first token", times.ttft)]
+    if not short:
+        named += [("per token after it", times.tpot), ("in all", times.total)]
+    for name, spread in named:
+        figures = spread.figures()
+        if figures:
+            table.add_row(name + whose, *[f"{value:,.1f}" for value in figures.values()])

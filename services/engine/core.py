@@ -65,6 +65,8 @@ class EngineCore:
     def __init__(self, config: CoreConfig, policy: Policy | None = None) -> None:
         self.config = config
         self.counters = Counters()
+            windows=config.kv_windows,
+            max_num_batched_tokens=config.max_num_batched_tokens,
         self.kv = KvCache(
             config.num_blocks,
             config.block_size,
@@ -188,7 +190,7 @@ class EngineCore:
         """
         if len(self._in_flight) >= self.config.steps_in_flight:
             return None
-        plan = StepPlan(self._next_step, self._resync)
+        plan = StepPlan(self._next_step, self._resync, len(self.config.kv_windows))
         self.scheduler.schedule(plan, now)
         if plan.empty:
             return None
@@ -201,7 +203,7 @@ class EngineCore:
         """A step that computes nothing and tells the worker which rows are free; for when nothing runs."""
         if self._in_flight or not self.scheduler.has_freed:
             return None
-        plan = StepPlan(self._next_step, self._resync)
+        plan = StepPlan(self._next_step, self._resync, len(self.config.kv_windows))
         self.scheduler.let_go(plan)
         self._next_step += 1
         self._resync = False

@@ -16,6 +16,7 @@ class CoreConfig:
     block_size: int  # tokens per KV block
     num_blocks: int
     vocab_size: int
+    kv_windows: tuple[int | None, ...] = (None,)  # per KV group, tokens that attention looks back over; None is all
     enable_prefix_caching: bool = True
     output_reserve_blocks: int = 1  # kept free per running choice when another is admitted
     max_waiting_requests: int | None = None  # choices; None means no limit

@@ -115,6 +115,17 @@ class Family:
 
 @dataclass(slots=True, eq=False)
 class Request:
+@dataclass(slots=True)
+class BlockTable:
+    """What a request holds in one KV group: block number `first` of its chain and those behind it.
+
+    The ones before it have left the group's sliding window. With full attention none ever does.
+    """
+
+    first: int
+    blocks: list[int]
+
+
     """One choice of a request: a sequence of tokens of its own."""
 
     # Who it is.
@@ -159,11 +170,12 @@ class Request:
     draft_from: int = 0  # length in tokens from which it may have drafts again
 
     # Filled by the KV cache.
-    blocks: list[int] = field(default_factory=list)
+    tables: list[BlockTable] = field(default_factory=list)  # one per KV group while it is on a row
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks; outlive a preemption
     blocks_indexed: int = 0  # leading blocks that need no look at the prefix index
     blocks_described: int = 0  # leading blocks that the worker knows
     blocks_promised: int = 0  # that the known tokens will need beyond the ones held
+    blocks_covered: int = 0  # leading blocks of the chain that were taken, in every group
     first_writable: int = 0
 
     @property

@@ -123,13 +123,18 @@ class Row:
     new: NewRow
     tokens: list[int]
     prefixes: list[int] = field(default_factory=list)  # by position: the hash of the tokens up to it
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)  # per KV group
     computed: int | None = None
     spoiled: bool = False  # gave no token, so that what follows has nothing to go on
 
     def forget(self, length: int) -> None:
         """Nothing from there on is known."""
         del self.tokens[length:], self.prefixes[length:]
+
+    def live_blocks(self, group: int, window: int | None, block_size: int) -> list[int]:
+        """Blocks that later tokens read; the engine may have given the others to somebody else."""
+        oldest = 0 if window is None else max(0, (self.computed or 0) - window + 1)
+        return self.blocks[group][oldest // block_size :]
 
     def prefix(self, position: int) -> int:
         while len(self.prefixes) <= position:
@@ -141,12 +146,15 @@ class Row:
 class FakeWorker:
     """Executes plans in their order. `fails` says whether a plan fails; `statuses` may spoil rows by request id."""
 
-    def __init__(self, block_size: int, num_blocks: int, refrain: bool = False) -> None:
+    def __init__(
+        self, block_size: int, num_blocks: int, refrain: bool = False, windows: Sequence[int | None] = (None,)
+    ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.windows = windows  # per KV group
         self.refrain = refrain
         self.rows: dict[int, Row] = {}
-        self.kv: dict[int, int] = {}
+        self.kv: dict[int, tuple[int, int]] = {}  # by slot: the KV group, and the hash of all tokens up to it
         self.fails: Callable[[list[str]], bool] = lambda _: False
         self.statuses: dict[str, int] = {}
         self.epochs: set[int] = set()
@@ -177,7 +185,7 @@ class FakeWorker:
             assert new.row not in self.rows, "a row was given twice"
             assert new.epoch not in self.epochs, "an epoch came back"
             self.epochs.add(new.epoch)
-            self.rows[new.row] = Row(new, list(new.tokens))
+            self.rows[new.row] = Row(new, list(new.tokens), blocks=[[] for _ in self.windows])
         if self.fails([self.rows[row].new.request_id for row in plan.rows]):
             self.broken = True
             return self._failed(plan, STEP_FAILED)
@@ -196,8 +204,10 @@ class FakeWorker:
         rows = len(plan.rows)
         assert rows > 0
         assert len(set(plan.rows)) == rows
-        columns = (plan.num_tokens, plan.num_computed, plan.flags, plan.first_writable, plan.block_counts, plan.entries)
+        columns = (plan.num_tokens, plan.num_computed, plan.flags, plan.first_writable, plan.entries)
         assert {len(column) for column in columns} == {rows}
+        assert plan.kv_groups == len(self.windows)
+        assert len(plan.block_counts) == rows * plan.kv_groups
         assert sum(plan.block_counts) == len(plan.block_ids)
         assert min(plan.num_tokens) >= 1
 
@@ -212,8 +222,10 @@ class FakeWorker:
         block_at = draft_at = 0
         for at, number in enumerate(plan.rows):
             row = self.rows[number]
-            row.blocks += plan.block_ids[block_at : block_at + plan.block_counts[at]]
-            block_at += plan.block_counts[at]
+            for group in range(plan.kv_groups):
+                count = plan.block_counts[at * plan.kv_groups + group]
+                row.blocks[group] += plan.block_ids[block_at : block_at + count]
+                block_at += count
             start, end = plan.num_computed[at], plan.num_computed[at] + plan.num_tokens[at]
             assert row.computed in {None, start}, "computed tokens do not follow on"
             row.computed = end
@@ -280,18 +292,31 @@ class FakeWorker:
         return given
 
     def _read_and_write(self, row: Row, start: int, end: int, first_writable: int) -> None:
+        """Writes the new positions and reads what attention reads: of a sliding window nothing older."""
         size = self.block_size
-        others = {block for other in self.rows.values() if other is not row for block in other.blocks}
-        assert all(0 <= block < self.num_blocks for block in row.blocks)
-        assert len(row.blocks) * size >= end, "a position without a block"
-        for position in range(end):
-            block = row.blocks[position // size]
-            slot = block * size + position % size
-            if position >= max(start, first_writable):
-                assert block not in others, "a write into a block that another row holds"
-                self.kv[slot] = row.prefix(position)
-            else:
-                assert self.kv.get(slot) == row.prefix(position), "the KV of a position is not there"
+        row.computed = start
+        live = [row.live_blocks(group, window, size) for group, window in enumerate(self.windows)]
+        assert len({block for blocks in live for block in blocks}) == sum(map(len, live)), "a block has two uses"
+        others = {
+            block
+            for other in self.rows.values()
+            if other is not row
+            for group, window in enumerate(self.windows)
+            for block in other.live_blocks(group, window, size)
+        }
+        for group, window in enumerate(self.windows):
+            blocks = row.blocks[group]
+            assert all(0 <= block < self.num_blocks for block in blocks)
+            assert len(blocks) * size >= end, "a position without a block"
+            for position in range(0 if window is None else max(0, start - window + 1), end):
+                block = blocks[position // size]
+                slot, there = block * size + position % size, (group, row.prefix(position))
+                if position >= max(start, first_writable):
+                    assert block not in others, "a write into a block that another row holds"
+                    self.kv[slot] = there
+                else:
+                    assert self.kv.get(slot) == there, "the KV of a position is not there"
+        row.computed = end
 
     def _prompt_logprobs(self, row: Row, start: int, end: int) -> PromptLogprobsChunk:
         columns = no_logprobs()

@@ -10,6 +10,7 @@ from typing import Any
 
 from services.engine.core import CoreConfig, EngineCore
 from services.engine.events import FINISH_NONE, Event, Failed, Owner, PromptLogprobs, Started, Tokens
+from services.engine.kv.blocks import BlockPool
 from services.engine.plan import StepOutcome, StepPlan
 from services.engine.request import RequestSpec
 from tests.engine.fake_worker import VOCABULARY, FakeWorker
@@ -70,7 +71,7 @@ class Harness:
     def __init__(self, config: CoreConfig | None = None) -> None:
         self.core = EngineCore(config or make_config())
         self.config = self.core.config
-        self.worker = FakeWorker(self.config.block_size, self.config.num_blocks)
+        self.worker = FakeWorker(self.config.block_size, self.config.num_blocks, windows=self.config.kv_windows)
         self.outcomes: deque[StepOutcome] = deque()
         self.plans: list[StepPlan] = []
         self.heard: dict[tuple[int, int], Heard] = {}
@@ -172,16 +173,16 @@ class Harness:
             row: request for row, request in enumerate(scheduler.rows) if request is not None
         }
         assert scheduler.verbs.keys() == set(running)
-        held = Counter(block for request in running for block in request.blocks)
-        assert all(len(set(request.blocks)) == len(request.blocks) for request in running)
+        owned = [[block for table in request.tables for block in table.blocks] for request in running]
+        held = Counter(block for blocks in owned for block in blocks)
+        assert all(len(set(blocks)) == len(blocks) for blocks in owned)
+        self.check_tables()
         assert [held[block] for block in range(pool.num_blocks)] == pool.refs
         free = pool.free_blocks()
         assert len(free) == len(set(free)) == pool.num_free
         assert all(pool.refs[block] == 0 for block in free)
         assert len(free) + len(held) == pool.num_blocks
-        named = {name: block for block, name in enumerate(pool.names) if name is not None}
-        assert len(named) == pool.num_indexed
-        assert all(pool.find(name) == block for name, block in named.items())
+        check_index(pool)
         for request in running:
             assert request.num_computed <= request.known <= request.limit
             assert request.finish == FINISH_NONE
@@ -190,9 +191,30 @@ class Harness:
         assert load.free_blocks == len(free)
 
     def check_idle(self) -> None:
+    def check_tables(self) -> None:
+        """All groups cover the same blocks of a chain, and a sliding window keeps what later tokens read."""
+        for request in self.core.scheduler.running:
+            assert len(request.tables) == len(self.config.kv_windows)
+            for table, window in zip(request.tables, self.config.kv_windows, strict=True):
+                assert table.first + len(table.blocks) == request.blocks_covered
+                oldest = 0 if window is None else max(0, request.num_computed - window + 1)
+                assert table.first <= oldest // self.config.block_size
+
         """What must hold when all is done."""
         load = self.core.load()
         assert (load.running, load.waiting, load.waiting_tokens, load.running_tokens) == (0, 0, 0, 0)
         assert load.free_blocks == load.total_blocks
         assert self.core.kv.available == load.total_blocks
         assert all(heard.ended for heard in self.heard.values())
+
+
+def check_index(pool: BlockPool) -> None:
+    """Names lead to blocks: one held of each held content, and every free block that has a name."""
+    contents: dict[tuple[int, bytes], list[int]] = {}
+    for block, name in enumerate(pool.names):
+        if name is not None:
+            contents.setdefault((pool.group_of(block), name), []).append(block)
+    assert len(contents) == pool.num_indexed
+    for (group, name), blocks in contents.items():
+        assert pool.find(name, group) in blocks
+        assert len(blocks) == 1 or all(pool.refs[block] for block in blocks)

@@ -1,6 +1,8 @@
 """Content names of KV blocks: a chain of hashes, the same in every process.
 
     name(block) = sha256(name(parent) | tokens | extra keys)
+    tokens      = int32, little-endian, as many as a block has
+    extra key   = kind, 1 byte | offset, int64 | length of the value, uint32 | value
 
 A block's KV depends on everything before it, so its name does too. What else it depends on goes in
 as typed extra keys, so that two kinds with the same text never collide.
@@ -26,7 +28,11 @@ class KeyKind(enum.IntEnum):
 
 
 class ExtraKey(NamedTuple):
-    """Something besides the tokens that a block's KV depends on. `offset` is for media alone."""
+    """Something besides the tokens that a block's KV depends on.
+
+    `offset` is for media alone: where the item begins, in tokens from the first of the block; negative
+    where it begins in an earlier block. The same image elsewhere in a block is another key.
+    """
 
     kind: KeyKind
     value: bytes
@@ -46,6 +52,6 @@ def block_hash(parent: bytes, tokens: array[int], extra: Sequence[ExtraKey] = ()
     digest = hashlib.sha256(parent)
     digest.update(tokens)
     for key in extra:
-        digest.update(struct.pack("<BQI", key.kind, key.offset, len(key.value)))
+        digest.update(struct.pack("<BqI", key.kind, key.offset, len(key.value)))
         digest.update(key.value)
     return digest.digest()

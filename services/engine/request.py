@@ -174,8 +174,8 @@ class BlockTable:
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks; outlive a preemption
     blocks_indexed: int = 0  # leading blocks that need no look at the prefix index
     blocks_described: int = 0  # leading blocks that the worker knows
-    blocks_promised: int = 0  # that the known tokens will need beyond the ones held
-    blocks_covered: int = 0  # leading blocks of the chain that were taken, in every group
+    blocks_promised: int = 0  # that it will need beyond the ones held, over all groups
+    promise_firm: bool = False  # the promise reaches up to its limit, and no running one may use it up
     first_writable: int = 0
 
     @property

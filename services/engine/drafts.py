@@ -27,7 +27,7 @@ from services.engine.resources import Resource
 
 INDEXED_PER_STEP = 256
 """Tokens of one request that one step takes into its index at most; a long prompt takes many steps."""
-FIRST_PAUSE, LONGEST_PAUSE = 4, 64
+FIRST_PAUSE, LONGEST_PAUSE = 2, 64
 """Tokens that a request goes on without drafts after some that were of no use."""
 
 

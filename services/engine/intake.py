@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 from services.common.errors import InvalidArgument, ResourceExhausted
+from services.engine.limits import CoreConfig
 from services.engine.request import RequestSpec
 
 _RETRY_AFTER_MS = 1000
@@ -50,6 +51,13 @@ def check_media(spec: RequestSpec, largest_item: int) -> None:
                 f"{field} makes {item.embeddings} embeddings; the encoder takes {largest_item} at most", field=field
             )
         free_from = item.offset + item.length
+
+
+def check_queue(spec: RequestSpec, config: CoreConfig, choices: int, tokens: int) -> None:
+    """Refuses what would make more wait than may; so much does already. A replay was let in before."""
+    if not spec.replay:
+        check_limit("choices", spec.n, choices, config.max_waiting_requests)
+        check_limit("prompt tokens", spec.n * len(spec.prompt), tokens, config.max_waiting_tokens)
 
 
 def check_limit(noun: str, new: int, waiting: int, limit: int | None) -> None:

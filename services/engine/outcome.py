@@ -1,11 +1,19 @@
-"""Cutting the columns of a StepOutcome: what belongs to one row, or has not been told before."""
+"""Reading a StepOutcome: what belongs to one row, what has not been told before, what a status stands for."""
 
 from __future__ import annotations
 
 from itertools import accumulate
 
-from services.engine.events import LogprobColumns
-from services.engine.plan import PromptLogprobsChunk
+from services.common.errors import InvalidArgument
+from services.engine.events import LogprobColumns, StepFailure
+from services.engine.plan import ROW_DROPPED, ROW_NO_TOKEN, ROW_NOT_FINITE, PromptLogprobsChunk
+from services.engine.request import Request
+
+_NO_TOKEN = StepFailure(
+    InvalidArgument("").code_number,
+    "no token is left that may be sampled: "
+    "allowed_token_ids, bad_words, min_tokens and the constraint together forbid all",
+)
 
 
 class LogprobCuts:
@@ -33,3 +41,14 @@ def not_yet_told(chunk: PromptLogprobsChunk, told: int) -> tuple[int, LogprobCol
     if skip == 0:
         return chunk.first_position, chunk.columns
     return chunk.first_position + skip, LogprobCuts(chunk.columns).cut(skip, positions)
+
+
+def row_failure(request: Request, status: int) -> StepFailure | str | None:
+    """Why a row's request fails, a string where it is no fault of the client; None where it may run again."""
+    if status == ROW_DROPPED:
+        return request.grammar.failure if request.grammar is not None else None
+    if status == ROW_NOT_FINITE:
+        return "the model gave a number that is not finite"
+    if status == ROW_NO_TOKEN:
+        return _NO_TOKEN
+    return "the worker gave no result for the request"

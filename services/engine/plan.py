@@ -84,6 +84,7 @@ class StepPlan:
     encode: list[MediaItem] = field(default_factory=list)  # items whose embeddings this step's rows read first
     dropped_media: list[bytes] = field(default_factory=list)  # hashes of encoder outputs to forget
     entries: list[Entry] = field(default_factory=list)
+    masked: list[int] = field(default_factory=list)  # places of the rows whose masks have yet to be made
 
     @property
     def total_tokens(self) -> int:

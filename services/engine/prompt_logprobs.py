@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from services.engine.plan import PROMPT_LOGPROBS, StepPlan
+from collections.abc import Sequence
+
+from services.engine.events import Event, PromptLogprobs
+from services.engine.outcome import not_yet_told
+from services.engine.plan import PROMPT_LOGPROBS, StepOutcome, StepPlan
 from services.engine.request import Request
 from services.engine.resources import ENDLESS, Resource
 
@@ -22,3 +26,19 @@ class PromptLogprobsFlag(Resource):
     def steady_until(self, request: Request) -> int:
         """Nothing is flagged behind the prompt."""
         return 0 if request.num_computed < request.prompt_len else ENDLESS
+
+
+def tell_prompt_logprobs(outcome: StepOutcome, rows: Sequence[Request | None]) -> list[Event]:
+    """What a step says of prompts, as far as their requests still run and have not been told."""
+    events: list[Event] = []
+    for chunk in outcome.prompt_logprobs:
+        request = rows[chunk.row]
+        if request is None or request.epoch != chunk.epoch:
+            continue
+        family = request.family
+        part = not_yet_told(chunk, family.prompt_logprobs_sent)
+        if part is not None:
+            first, columns = part
+            family.prompt_logprobs_sent = first + len(columns.counts)
+            events.append(PromptLogprobs(family.spec.owner, first, columns))
+    return events

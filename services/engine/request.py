@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from services.engine.events import FINISH_EOS, FINISH_LENGTH, FINISH_NONE, FINISH_STOP_ID, Owner
+from services.engine.matching import Compiling, Held
 from services.engine.ngrams import NgramIndex
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class Family:
     admitted: float | None = None  # when a choice ran for the first time
     cached_tokens: int = 0  # prompt tokens that this first run took from the prefix cache
     announced: bool = False  # the gateway has been told that it started
+    grammar: Compiling | None = None  # where a constraint was asked for
     prompt_applied: bool = False  # the prompt's KV is there, for the other choices to share
 
     @property
@@ -113,8 +115,6 @@ class Family:
         return self.prompt_logprobs_sent >= len(self.spec.prompt)
 
 
-@dataclass(slots=True, eq=False)
-class Request:
 @dataclass(slots=True)
 class BlockTable:
     """What a request holds in one KV group: block number `first` of its chain and those behind it.
@@ -126,6 +126,8 @@ class BlockTable:
     blocks: list[int]
 
 
+@dataclass(slots=True, eq=False)
+class Request:
     """One choice of a request: a sequence of tokens of its own."""
 
     # Who it is.
@@ -162,16 +164,18 @@ class BlockTable:
 
     # Filled by the drafts.
     ngrams: NgramIndex | None = None  # where its tokens have been before
-    draft: array[int] = field(
-        default_factory=lambda: NO_DRAFT
-    )  # ids to be verified by the step being planned or in flight
+    draft: array[int] = field(default_factory=lambda: NO_DRAFT)  # ids that the step in flight verifies
     draft_awaited: bool = False  # waits for its last token, to make drafts behind it
     draft_pause: int = 0  # tokens of the last pause between drafts; none after drafts that were of use
     draft_from: int = 0  # length in tokens from which it may have drafts again
 
+    # Filled by the grammar.
+    grammar: Held | None = None  # once it has been compiled
+
     # Filled by the KV cache.
     tables: list[BlockTable] = field(default_factory=list)  # one per KV group while it is on a row
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks; outlive a preemption
+    blocks_covered: int = 0  # leading blocks of the chain that were taken, in every group
     blocks_indexed: int = 0  # leading blocks that need no look at the prefix index
     blocks_described: int = 0  # leading blocks that the worker knows
     blocks_promised: int = 0  # that it will need beyond the ones held, over all groups

@@ -65,11 +65,11 @@ class EngineCore:
     def __init__(self, config: CoreConfig, policy: Policy | None = None) -> None:
         self.config = config
         self.counters = Counters()
-            windows=config.kv_windows,
-            max_num_batched_tokens=config.max_num_batched_tokens,
         self.kv = KvCache(
             config.num_blocks,
             config.block_size,
+            windows=config.kv_windows,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             reserve_blocks=config.output_reserve_blocks,
             prefix_caching=config.enable_prefix_caching,
             counters=self.counters,

@@ -4,15 +4,20 @@ Its rooms, top first; imports go down only.
 
 __main__      wiring
 service       WorkerService: the lease, the model's lifecycle, the stream of steps
-wire          protobuf to plain steps and back; refuses what is malformed
+wire/         protobuf to plain steps and back; refuses what is malformed
 lease         which engine incarnation is served
+lifecycle     model and cache: loaded, put to sleep, woken
+masks         grammar masks on their way to the step that waits for them
 stepper       the one thread that runs steps, and what surrounds a step on it
 simulated     a runner without a model: scripted or random answers, and a cost model for time
+simulated_rows  its rows, and whether a step may compute them
+simulated_text  its text files
 script        what a simulated worker answers, and where it fails
 toy_text      text files for a simulated worker without a folder
 runner        the real runner: states → batch → forward → sample → result
 trial         the largest step, run for the memory that it takes
 memory        the memory sum
+speculative   drafts: the positions to sample, and the tokens that count
 sampling/     from logits to tokens
 loading       a model path into a ready model
 text_files    tokenizer, config and template of a model as files

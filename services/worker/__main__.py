@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from prometheus_client import CollectorRegistry
@@ -32,7 +33,11 @@ def build_runner(settings: WorkerSettings) -> Runner:
 
         cost = Cost(settings.simulated_step_us, settings.simulated_token_us, settings.simulated_row_us)
         return SimulatedRunner(
-            settings.script, cost, settings.simulated_max_model_len, kv_cache_bytes=settings.kv_cache_bytes
+            settings.script,
+            cost,
+            settings.simulated_max_model_len,
+            kv_cache_bytes=settings.kv_cache_bytes,
+            kv_windows=_windows(settings.simulated_kv_windows),
         )
     if settings.script:
         raise SettingsError("--script is for a simulated worker: add --simulated")
@@ -44,6 +49,17 @@ def build_runner(settings: WorkerSettings) -> Runner:
     return TorchRunner(settings)
 
 
+def _windows(text: str) -> list[int | None]:
+    """The windows of the KV groups; None sees everything."""
+    try:
+        windows = [int(window) for window in text.split(",")]
+    except ValueError:
+        windows = [-1]
+    if min(windows) < 0:
+        raise SettingsError(f"--simulated-kv-windows: {text!r} is not a list of numbers such as 0,128")
+    return [window or None for window in windows]
+
+
 def _version() -> str:
     try:
         return version("triptych")
@@ -52,11 +68,9 @@ def _version() -> str:
 
 
 async def _preload(service: WorkerService, settings: WorkerSettings) -> None:
-    """Loads the configured model before any engine asks, so that their start-ups overlap."""
-    try:
+    """Loads the configured model before any engine asks, so that their start-ups overlap; a failure is logged there."""
+    with suppress(TriptychError):
         await service.load(settings.model, None)
-    except TriptychError as error:
-        _log.error("cannot load the model", model=settings.model, error=error.message)
 
 
 async def _show_readiness(service: WorkerService, server: Server, stall_s: float) -> None:

@@ -38,4 +38,5 @@ class WorkerSettings(Settings):
     simulated_step_us: float = knob(2000.0, "simulated time of a step, in microseconds", ge=0)
     simulated_token_us: float = knob(20.0, "simulated time of a step per token computed, in microseconds", ge=0)
     simulated_row_us: float = knob(50.0, "simulated time of a step per row, in microseconds", ge=0)
+    simulated_kv_windows: str = knob("0", "sliding window of each KV group of the simulated model; 0 sees everything")
     simulated_max_model_len: int = knob(8192, "context of the simulated model where its config names none", ge=1)

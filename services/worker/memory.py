@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,12 +12,21 @@ from services.worker.step import CacheShape, MemoryPlan
 
 
 def plan_memory(
-    shape: CacheShape, bytes_per_token: int, *, weight_bytes: int, step_bytes: int, kv_cache_bytes: int
+    shape: CacheShape,
+    bytes_per_token: int,
+    *,
+    weight_bytes: int,
+    step_bytes: int,
+    kv_cache_bytes: int,
+    windows: Sequence[int | None] = (None,),
 ) -> MemoryPlan:
-    """How many blocks `kv_cache_bytes` hold. Raises FailedPrecondition where one request cannot fit."""
+    """How many blocks `kv_cache_bytes` hold. Raises FailedPrecondition where one request cannot fit.
+
+    `windows` are those of the KV groups, which share the blocks; `bytes_per_token` is that of one of them.
+    """
     bytes_per_block = bytes_per_token * shape.block_size
     num_blocks = max(0, kv_cache_bytes) // bytes_per_block
-    needed = -(-shape.max_model_len // shape.block_size)
+    needed = sum(_most_blocks(shape, window) for window in windows)
     summary = (
         f"weights {human(weight_bytes)} + largest step {human(step_bytes)} + KV cache {human(kv_cache_bytes)}"
         f" = {human(weight_bytes + step_bytes + kv_cache_bytes)}; the cache holds {num_blocks} blocks of"
@@ -38,6 +47,15 @@ def plan_memory(
     return MemoryPlan(weight_bytes, step_bytes, num_blocks * bytes_per_block, bytes_per_block, num_blocks, summary)
 
 
+def _most_blocks(shape: CacheShape, window: int | None) -> int:
+    """Blocks that one request holds in a group, at most: a step's own tokens, and the window before them."""
+    whole = -(-shape.max_model_len // shape.block_size)
+    if window is None:
+        return whole
+    # Wherever the first of these tokens lies in its block, one more block holds the rest.
+    return min(whole, -(-(window - 1 + shape.max_num_batched_tokens) // shape.block_size) + 1)
+
+
 def human(size: int) -> str:
     """Bytes as a person reads them: 1.50 GiB."""
     value = float(size)
@@ -55,10 +73,15 @@ def available_bytes() -> int:
     return free if limit is None or used is None else max(0, min(free, limit - used))
 
 
+def give_back() -> None:
+    """Gives memory that was freed back to the system, as far as the C library can."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def peak_bytes(work: Callable[[], object]) -> int:
     """By how much the process's resident memory grows, at most, while `work` runs."""
-    with suppress(AttributeError, OSError):  # what was freed but not given back would hide some of the growth
-        ctypes.CDLL(None).malloc_trim(0)
+    give_back()  # what was freed but not given back would hide some of the growth
     with suppress(OSError):  # and so would the peak of an earlier moment
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     before = _status("VmRSS")

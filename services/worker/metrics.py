@@ -1,4 +1,5 @@
-"""The worker's Prometheus metrics: vLLM's names where it has one, `triptych:worker_…` for the rest."""
+"""The worker's Prometheus metrics, all `triptych:worker_…`: vLLM's names belong to engine and gateway, so that
+a sum over the scrapes of all roles counts nothing twice."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ class WorkerMetrics:
     def __init__(self, registry: CollectorRegistry, worker: str) -> None:
         self._worker = worker
         self._step_tokens = Histogram(
-            "vllm:iteration_tokens_total",
+            "triptych:worker_step_tokens",
             "Tokens computed by a step.",
             _LABELS,
             buckets=STEP_TOKENS_BUCKETS,
@@ -42,11 +43,24 @@ class WorkerMetrics:
         self._memory = Gauge(
             "triptych:worker_memory_bytes", "Memory by part: weights, step, kv.", (*_LABELS, "part"), registry=registry
         )
-        self.serve("")
+        self._by_model = (
+            self._step_tokens,
+            self._step_seconds,
+            self._steps,
+            self._sampled,
+            self._bad_rows,
+            self._rows,
+            self._memory,
+        )
+        self._labels = ("", worker)
 
     def serve(self, model_name: str) -> None:
-        """From now on the metrics are those of this model."""
+        """From now on the metrics are those of this model, and there are none of another. Comes before any step."""
         labels = (model_name, self._worker)
+        if labels == self._labels:
+            return
+        for metric in self._by_model:
+            metric.clear()
         self._labels = labels
         self._tokens_of_step = self._step_tokens.labels(*labels)
         self._seconds_of_step = self._step_seconds.labels(*labels)

@@ -1,4 +1,4 @@
-"""The real runner: rows → flat batch → forward → sample → result.
+"""The real runner: rows → flat batch → forward → [masks] → sample → result.
 
 It decides nothing about what runs, and knows no gRPC.
 """
@@ -6,7 +6,8 @@ It decides nothing about what runs, and knows no gRPC.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import islice
 
 import torch
 
@@ -14,19 +15,26 @@ from services.common.errors import FailedPrecondition, InvalidArgument
 from services.worker.cache import KVCache
 from services.worker.config import WorkerSettings
 from services.worker.loading import load_model
-from services.worker.memory import available_bytes, human, peak_bytes, plan_memory
+from services.worker.memory import available_bytes, give_back, human, peak_bytes, plan_memory
 from services.worker.models.decoder import Decoder
+from services.worker.sampling.feature import Position
 from services.worker.sampling.logprobs import candidates
-from services.worker.sampling.sampler import Sampler
+from services.worker.sampling.sampler import Sampled, Sampler
+from services.worker.speculative import accept, positions
 from services.worker.states import Span, States
 from services.worker.step import (
+    MASKED,
+    NO_WEIGHTS,
     PROMPT_LOGPROBS,
+    ROW_DROPPED,
     ROW_FAILED,
     ROW_NOT_FINITE,
+    ROW_OK,
     SAMPLES,
     CacheShape,
     Candidate,
     LoadedModel,
+    Masks,
     MemoryPlan,
     NewRow,
     PromptLogprobs,
@@ -69,7 +77,7 @@ class TorchRunner:
         model, loaded = self._model_of("plan memory")
         if len(loaded.kv_groups) != 1:
             raise InvalidArgument("models with more than one KV group are not supported by this worker")
-        step_bytes = peak_bytes(lambda: trial_step(model.one_layer(), shape))
+        step_bytes = peak_bytes(lambda: trial_step(model.one_layer(), shape, self._settings.logits_rows))
         free = available_bytes()
         wanted = kv_cache_bytes or self._settings.kv_cache_bytes
         if wanted is None:
@@ -103,13 +111,21 @@ class TorchRunner:
             for row in self._states.clear():
                 self._sampler.free(row)
 
+    def sleep(self, level: int) -> int:
+        """Lets the tensors go and gives their memory back to the system."""
+        freed = self._cache.nbytes if self._cache is not None else 0
+        self._cache = self._states = self._sampler = None
+        if level == NO_WEIGHTS and self._model is not None:
+            freed += self._model.weight_bytes
+            self._model = self._loaded = None
+        give_back()
+        return freed
+
     @torch.inference_mode()
-    def execute(self, step: StepInput) -> StepOutput:
+    def execute(self, step: StepInput, masks: Callable[[], Masks]) -> StepOutput:
         """Runs one step."""
         model, _ = self._model_of("execute")
-        if self._states is None or self._sampler is None or self._cache is None:
-            raise FailedPrecondition("there is no KV cache: call InitCache first")
-        states, sampler = self._states, self._sampler
+        cache, states, sampler = self._rows_of_cache()
         for row in step.freed_rows.tolist():
             states.free(row)
             sampler.free(row)
@@ -117,40 +133,48 @@ class TorchRunner:
             states.add(new)
             sampler.add(new)
         states.grow(step)
+        states.lay_drafts(step)
         spans, bad = states.spans(step)
         results = {row: RowResult(row, _epoch(states.request(row)), ROW_FAILED) for row in bad}
         if not spans:
             return StepOutput(step.step_id, tuple(results.values()))
-        last = _ends(spans)
-        sampling = [index for index, span in enumerate(spans) if span.flags & SAMPLES]
-        batch = states.batch(spans, [last[index] for index in sampling])
-        hidden_TD = model.forward(batch, self._cache)
+        sampling = [(span, last) for span, last in zip(spans, _ends(spans), strict=True) if span.flags & SAMPLES]
+        batch = states.batch(spans, [at for span, last in sampling for at in range(last - span.drafts, last + 1)])
+        hidden_TD = model.forward(batch, cache)
         prompts = list(self._prompt_logprobs(model, states, spans, hidden_TD, results))
         if sampling:
-            logits_NV = model.logits(hidden_TD[batch.logits_at_S])
-            self._sample(states, sampler, [spans[index] for index in sampling], logits_NV, results)
+            asked = [span for span, _ in sampling]
+            given = masks() if any(span.flags & MASKED for span in asked) else {}
+            hidden_SD = hidden_TD[batch.logits_at_S]
+            for span, sampled in zip(asked, self._sample(model, asked, hidden_SD, given), strict=True):
+                results.setdefault(span.row, _take(states, span, sampled))
         ordered = (results[row] for row in step.rows.tolist() if row in results)
         return StepOutput(step.step_id, tuple(ordered), tuple(prompts))
 
     def _sample(
-        self,
-        states: States,
-        sampler: Sampler,
-        spans: list[Span],
-        logits_NV: torch.Tensor,
-        results: dict[int, RowResult],
-    ) -> None:
-        """Samples after the last token of each span and appends the token to its row."""
-        rows = [span.row for span in spans]
-        sampled = sampler.sample(logits_NV, rows, [states.tokens(span.row, span.end) for span in spans])
-        for span, choice in zip(spans, sampled, strict=True):
-            epoch = _epoch(states.request(span.row))
-            if choice.token is None or span.end != states.length(span.row):
-                results.setdefault(span.row, RowResult(span.row, epoch, choice.status or ROW_FAILED))
-                continue
-            states.append(span.row, choice.token)
-            logprobs = (choice.logprobs,) if choice.logprobs else ()
-            results.setdefault(span.row, RowResult(span.row, epoch, choice.status, (choice.token,), logprobs))
+        self, model: Decoder, spans: list[Span], hidden_SD: torch.Tensor, masks: Masks
+    ) -> Iterator[list[Sampled]]:
+        """What each span gives at each of its positions, in order; nothing where its result is to be dropped."""
+        _, states, sampler = self._rows_of_cache()
+        places: list[Position] = []
+        rows_of_S: list[int] = []
+        first = 0
+        for span in spans:
+            mask = masks.get(span.row)
+            if mask is not None or span.row not in masks:
+                places += positions(states, span, mask)
+                rows_of_S += range(first, first + span.drafts + 1)
+            first += span.drafts + 1
+        if len(places) < first:
+            hidden_SD = hidden_SD[rows_of_S]
+        most = self._settings.logits_rows
+        sampled: list[Sampled] = []
+        for begin in range(0, len(places), most):
+            sampled += sampler.sample(model.logits(hidden_SD[begin : begin + most]), places[begin : begin + most])
+        results = iter(sampled)
+        for span in spans:
+            dropped = span.row in masks and masks[span.row] is None
+            yield [] if dropped else list(islice(results, span.drafts + 1))
 
     def _prompt_logprobs(
         self,
@@ -180,6 +204,11 @@ class TorchRunner:
             else:
                 yield PromptLogprobs(span.row, request.epoch, span.start + 1 if span.start else 0, tuple(entries))
 
+    def _rows_of_cache(self) -> tuple[KVCache, States, Sampler]:
+        if self._cache is None or self._states is None or self._sampler is None:
+            raise FailedPrecondition("there is no KV cache: call InitCache first")
+        return self._cache, self._states, self._sampler
+
     def _model_of(self, wish: str) -> tuple[Decoder, LoadedModel]:
         if self._model is None or self._loaded is None:
             raise FailedPrecondition(f"cannot {wish}: no model is loaded")
@@ -194,6 +223,22 @@ def _ends(spans: list[Span]) -> list[int]:
         total += span.end - span.start
         ends.append(total - 1)
     return ends
+
+
+def _take(states: States, span: Span, sampled: list[Sampled]) -> RowResult:
+    """Appends the tokens that count to the row; they are its answer."""
+    epoch = _epoch(states.request(span.row))
+    if not sampled:
+        return RowResult(span.row, epoch, ROW_DROPPED)
+    known = states.length(span.row)
+    drafts = states.tokens(span.row, span.end)[known:].tolist()
+    counted = accept(drafts, sampled)
+    if counted[0].token is None or span.end - span.drafts != known:
+        return RowResult(span.row, epoch, counted[0].status or ROW_FAILED)
+    tokens = tuple(result.token for result in counted if result.token is not None)
+    states.append(span.row, tokens)
+    logprobs = tuple(result.logprobs for result in counted) if counted[0].logprobs else ()
+    return RowResult(span.row, epoch, ROW_OK, tokens, logprobs)
 
 
 def _epoch(request: NewRow | None) -> int:

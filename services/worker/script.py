@@ -90,6 +90,14 @@ class Entry:
             return self.answer[index % len(self.answer)]
         return list(eos_ids)
 
+    def delay_s(self, index: int) -> float:
+        """Seconds that the step which samples output token `index` takes longer."""
+        return (self.delay_ms + (self.first_delay_ms if index == 0 else 0.0)) / 1000
+
+    def faults_at(self, index: int) -> bool:
+        """Whether something is scripted to go wrong where output token `index` is sampled."""
+        return index in (self.hang_at, self.die_at, self.fail_at, self.nan_at)
+
     def fires(self, at: int | None) -> bool:
         """Counts one failure down; False once all `times` are used up or there is none here."""
         if at is None or self.times == 0:

@@ -9,6 +9,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,8 +32,10 @@ from services.common.logs import Log
 from services.common.server import Server
 from services.worker import wire
 from services.worker.lease import Lease
+from services.worker.lifecycle import Lifecycle
+from services.worker.masks import MaskInbox, MasksLost, wait
 from services.worker.metrics import WorkerMetrics
-from services.worker.step import CacheShape, LoadedModel, MemoryPlan, Runner
+from services.worker.step import Masks, Runner
 from services.worker.stepper import Stepper, StepThread
 
 CONTRACT_VERSION = 1
@@ -51,11 +54,24 @@ class _Stream:
     last_frame: float
     answers: asyncio.Queue[asyncio.Future[worker_pb2.StepResult] | None] = field(default_factory=asyncio.Queue)
     ended: asyncio.Future[TriptychError] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    masks: MaskInbox[worker_pb2.StepMasks] = field(default_factory=MaskInbox)
+    last_step: int = -1
     closed: bool = False  # read on the step thread: what is still queued is not run
+
+    def check_order(self, step: worker_pb2.Step) -> None:
+        """Raises InvalidArgument unless the step's number is above that of the one before."""
+        if step.step_id <= self.last_step:
+            raise InvalidArgument(f"step_id {step.step_id} does not come after {self.last_step}", field="step_id")
+        self.last_step = step.step_id
+
+    def close(self) -> None:
+        """Nothing of it runs any more; a step that waits for masks goes on without them."""
+        self.closed = True
+        self.masks.close()
 
     def end(self, error: TriptychError) -> None:
         """Ends the stream with this status, without waiting for a step that may be stuck."""
-        self.closed = True
+        self.close()
         if not self.ended.done():
             self.ended.set_result(error)
             self.answers.put_nowait(None)
@@ -65,10 +81,17 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
     """One worker rank. The runner is touched on the step thread only."""
 
     def __init__(
-        self, runner: Runner, metrics: WorkerMetrics, *, name: str, version: str, model_path: str, memory_bytes: int
+        self,
+        runner: Runner,
+        metrics: WorkerMetrics,
+        *,
+        name: str,
+        version: str,
+        model_path: str,
+        memory_bytes: int,
+        retry_s: float = 1.0,
     ) -> None:
-        self._runner = runner
-        self._metrics = metrics
+        self._device = runner.device
         self._peer = common_pb2.Peer(
             role="worker",
             name=name,
@@ -82,11 +105,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
         self._thread = StepThread()
         self._stepper = Stepper(runner, metrics)
         self._lease = Lease()
-        self._loading: tuple[tuple[str, str | None], asyncio.Future[LoadedModel]] | None = None
-        self._model: LoadedModel | None = None
-        self._created_s = 0
-        self._plan: tuple[tuple[CacheShape, int | None], MemoryPlan] | None = None
-        self._shape: CacheShape | None = None
+        self._life = Lifecycle(runner, self._thread, self._stepper, metrics, retry_s=retry_s)
         self._stream: _Stream | None = None
 
     # What __main__ asks for.
@@ -103,45 +122,17 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
 
     @property
     def loaded(self) -> bool:
-        """Whether a model is loaded."""
-        return self._model is not None
+        """Whether a model is loaded and has not been put to sleep."""
+        return self._life.model is not None and not self._life.asleep
 
     @property
     def missing(self) -> str:
         """What is missing before a step can run, for a person. Empty means nothing."""
-        if self._model is None:
-            if self._loading is not None:
-                failed = _failure(self._loading[1])
-                state = f"failed to load: {failed}" if failed else "is being loaded"
-                return f"the model {self._loading[0][0]!r} {state}"
-            return "a model: none is set here and no engine has named one"
-        if self._shape is None:
-            return "the KV cache: no engine has asked for it"
-        return ""
+        return self._life.missing
 
-    async def load(self, model_path: str, dtype: str | None) -> LoadedModel:
-        """Loads a model once; the same again waits for the first, or answers at once."""
-        key = (model_path, dtype)
-        if self._loading is None or self._loading[0] != key or _failure(self._loading[1]):
-            if self._shape is not None:
-                raise FailedPrecondition("a model is loaded and has a KV cache: restart the worker to change it")
-            _log.info("loading", model=model_path, dtype=dtype)
-            self._loading = (key, self._thread.run(partial(self._runner.load, model_path, dtype)))
-        begun = time.monotonic()
-        model = await asyncio.shield(self._loading[1])
-        if self._model is not model:
-            self._model = model
-            self._created_s = int(time.time())
-            self._metrics.serve(model.architecture)
-            _log.info(
-                "loaded",
-                model=model_path,
-                architecture=model.architecture,
-                dtype=model.dtype,
-                weight_bytes=model.weight_bytes,
-                seconds=round(time.monotonic() - begun, 3),
-            )
-        return model
+    async def load(self, model_path: str, dtype: str | None) -> None:
+        """Loads a model before any engine asks."""
+        await self._life.load(model_path, dtype)
 
     async def drain(self, limit_s: float) -> None:
         """Lets the engine finish what runs: returns once steps stop coming, the stream ends, or time is up."""
@@ -164,61 +155,44 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
         """Who the worker is and what it holds."""
         return worker_pb2.WorkerServiceHelloResponse(
             worker=self._peer,
-            device=self._runner.device,
+            device=self._device,
             memory_bytes=self._memory_bytes,
             ranks=1,
-            model=wire.model_info(self._model, self._created_s) if self._model else None,
+            model=wire.model_info(self._life.model, self._life.created_s) if self._life.model else None,
             leased_to=self._lease.holder,
             model_path=self._model_path,
         )
 
     async def Load(self, request: worker_pb2.LoadRequest, context: _Context) -> worker_pb2.LoadResponse:
-        """Takes the lease for the asking engine and loads."""
+        """Takes the lease for the asking engine and loads. FAILED_PRECONDITION: it will fail again."""
         if request.HasField("quantization"):
             raise Unimplemented("quantization on load is not supported by this worker", field="quantization")
         if request.tensor_size > 1 or request.pipeline_size > 1 or request.HasField("rendezvous"):
             raise Unimplemented("more than one rank is not supported by this worker", field="tensor_size")
         self._take(_incarnation(request.engine))
         model_path = request.model_path if request.HasField("model_path") else self._model_path
-        model = await self.load(model_path, request.dtype if request.HasField("dtype") else None)
-        return wire.load_response(model, self._created_s)
+        model = await self._life.load(model_path, request.dtype if request.HasField("dtype") else None)
+        return wire.load_response(model, self._life.created_s)
 
     async def PlanMemory(
         self, request: worker_pb2.PlanMemoryRequest, context: _Context
     ) -> worker_pb2.PlanMemoryResponse:
         """Measures the largest step; the same again answers from memory."""
         self._lease.check(request.engine_incarnation)
-        self._loaded()
-        shape = wire.decode_shape(request)
         kv_cache_bytes = request.kv_cache_bytes if request.HasField("kv_cache_bytes") else None
-        key = (shape, kv_cache_bytes)
-        if self._plan is None or self._plan[0] != key:
-            plan = await self._thread.run(partial(self._runner.plan_memory, shape, kv_cache_bytes))
-            self._plan = (key, plan)
-            self._metrics.memory(plan.weight_bytes, plan.step_bytes, plan.kv_cache_bytes)
-            _log.info("memory planned", summary=plan.summary)
-        return wire.plan_response(self._plan[1])
+        return wire.plan_response(await self._life.plan_memory(wire.decode_shape(request), kv_cache_bytes))
 
     async def InitCache(self, request: worker_pb2.InitCacheRequest, context: _Context) -> worker_pb2.InitCacheResponse:
         """Allocates the KV cache; the same shape again keeps it."""
         self._lease.check(request.engine_incarnation)
-        model = self._loaded()
-        shape = wire.decode_shape(request)
-        if shape.max_model_len > model.max_model_len:
-            raise InvalidArgument(
-                f"max_model_len {shape.max_model_len} is above the model's {model.max_model_len}", field="max_model_len"
-            )
-        if shape != self._shape:
-            self._shape = None
-            await self._thread.run(partial(self._runner.init_cache, shape))
-            self._shape = shape
+        await self._life.init_cache(wire.decode_shape(request))
         return worker_pb2.InitCacheResponse()
 
     async def GetTextFiles(
         self, request: worker_pb2.WorkerServiceGetTextFilesRequest, context: _Context
     ) -> AsyncIterator[worker_pb2.WorkerServiceGetTextFilesResponse]:
         """The text files asked for, in pieces."""
-        files = self._loaded().text_files
+        files = self._life.loaded().text_files
         for name in request.names:
             if name not in files:
                 raise NotFound(f"the model has no text file {name!r}; it has {', '.join(files)}", field="names")
@@ -238,13 +212,20 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
         """Refused by name."""
         raise Unimplemented("Profile is not supported by this worker")
 
-    async def Sleep(self, request: worker_pb2.WorkerServiceSleepRequest, context: _Context) -> None:
-        """Refused by name."""
-        raise Unimplemented("Sleep is not supported by this worker")
+    async def Sleep(
+        self, request: worker_pb2.WorkerServiceSleepRequest, context: _Context
+    ) -> worker_pb2.WorkerServiceSleepResponse:
+        """Frees memory, once the steps that came before have run."""
+        self._lease.check(request.engine_incarnation)
+        return worker_pb2.WorkerServiceSleepResponse(freed_bytes=await self._life.sleep(request.level))
 
-    async def WakeUp(self, request: worker_pb2.WorkerServiceWakeUpRequest, context: _Context) -> None:
-        """Refused by name."""
-        raise Unimplemented("WakeUp is not supported by this worker")
+    async def WakeUp(
+        self, request: worker_pb2.WorkerServiceWakeUpRequest, context: _Context
+    ) -> worker_pb2.WorkerServiceWakeUpResponse:
+        """Brings back what Sleep freed."""
+        self._lease.check(request.engine_incarnation)
+        await self._life.wake_up()
+        return worker_pb2.WorkerServiceWakeUpResponse()
 
     async def Execute(
         self, requests: AsyncIterator[worker_pb2.ExecuteRequest], context: _Context
@@ -263,7 +244,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
             if stream.ended.done():
                 raise stream.ended.result()
         finally:
-            stream.closed = True
+            stream.close()
             reader.cancel()
             watch.cancel()
             self._close(stream)
@@ -277,7 +258,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
         if not first.open.lease_ms:
             raise InvalidArgument("open.lease_ms must be at least 1", field="lease_ms")
         incarnation = _incarnation(first.open.engine)
-        if self._shape is None:
+        if self._life.shape is None:
             raise FailedPrecondition(f"not ready to execute; missing: {self.missing}")
         self._take(incarnation)
         if self._stream is not None:
@@ -300,33 +281,55 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
 
     async def _read(self, stream: _Stream, requests: AsyncIterator[worker_pb2.ExecuteRequest]) -> None:
         """Hands each step to the step thread; its answer takes its place in the line at once."""
-        last_step = -1
         async for request in requests:
             stream.last_frame = time.monotonic()
             kind = request.WhichOneof("frame")
             if kind == "heartbeat":
                 continue
-            if kind != "step":
-                stream.end(_bad_frame(kind))
+            try:
+                if kind == "masks":
+                    stream.masks.give(request.masks.step_id, request.masks)
+                elif kind == "step":
+                    stream.check_order(request.step)
+                    self._take_step(stream, request.step)
+                else:
+                    raise InvalidArgument(f"unexpected frame {kind!r}", field="frame")
+            except InvalidArgument as error:
+                stream.end(error)
                 return
-            if request.step.step_id <= last_step:
-                message = f"step_id {request.step.step_id} does not come after {last_step}"
-                stream.end(InvalidArgument(message, field="step_id"))
-                return
-            last_step = request.step.step_id
-            self._stepper.expect()
-            stream.answers.put_nowait(self._thread.run(partial(self._answer, stream, request.step)))
+        stream.masks.close()
         stream.answers.put_nowait(None)
 
-    def _answer(self, stream: _Stream, step: worker_pb2.Step) -> worker_pb2.StepResult:
-        """One step, on the step thread."""
+    def _take_step(self, stream: _Stream, step: worker_pb2.Step) -> None:
+        if step.resync:
+            stream.masks.expire(step.step_id)
+        masks = stream.masks.expect(step.step_id) if wire.waits_for_masks(step) else None
+        self._stepper.expect()
+        stream.answers.put_nowait(self._thread.run(partial(self._answer, stream, step, masks)))
+
+    def _answer(
+        self, stream: _Stream, step: worker_pb2.Step, masks: Future[worker_pb2.StepMasks] | None
+    ) -> worker_pb2.StepResult:
+        """One step, on the step thread. `masks` is there where the step's flags ask for it."""
         begun = time.monotonic_ns()
 
         def run() -> worker_pb2.StepResult | None:
-            if stream.closed or self._shape is None or self._model is None:
+            life = self._life
+            if life.asleep:
+                raise FailedPrecondition(life.missing)
+            if stream.closed or life.shape is None or life.model is None:
                 return None
-            bounds = wire.bounds_of(self._shape, self._model)
-            output = self._stepper.run_step(wire.decode_step(step, bounds))
+            bounds = wire.bounds_of(life.shape, life.model)
+            decoded = wire.decode_step(step, bounds)
+
+            def masks_of_step() -> Masks:
+                assert masks is not None
+                return wire.decode_masks(wait(masks), decoded, bounds.vocab_size)
+
+            try:
+                output = self._stepper.run_step(decoded, masks_of_step)
+            except MasksLost:
+                return None
             return wire.encode_result(output, (time.monotonic_ns() - begun) // 1000)
 
         result = self._stepper.attempt(step.step_id, step.resync, run)
@@ -341,11 +344,6 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
         if self._lease.take(incarnation) and self._stream is not None:
             self._stream.end(Fenced(f"incarnation {self._stream.incarnation} is fenced: a newer engine came"))
 
-    def _loaded(self) -> LoadedModel:
-        if self._model is None:
-            raise FailedPrecondition(f"no model is loaded; missing: {self.missing}")
-        return self._model
-
 
 async def _watch(stream: _Stream) -> None:
     """Ends the stream once no frame has come for the time of its lease."""
@@ -355,12 +353,6 @@ async def _watch(stream: _Stream) -> None:
             break
         await asyncio.sleep(left)
     stream.end(DeadlineExceeded(f"no frame for {stream.lease_s:g} s: the lease has ended"))
-
-
-def _bad_frame(kind: str | None) -> TriptychError:
-    if kind == "masks":
-        return Unimplemented("grammar masks are not supported by this worker", field="masks")
-    return InvalidArgument(f"unexpected frame {kind!r}", field="frame")
 
 
 def _incarnation(engine: common_pb2.Peer) -> int:
@@ -374,11 +366,6 @@ def _incarnation(engine: common_pb2.Peer) -> int:
             field="engine",
         )
     return int(engine.incarnation)
-
-
-def _failure(future: asyncio.Future[LoadedModel]) -> BaseException | None:
-    """What the future failed with, if it has."""
-    return future.exception() if future.done() and not future.cancelled() else None
 
 
 def _ignore_result(future: asyncio.Future[None]) -> None:

@@ -4,29 +4,30 @@ that its cost model says. Everything else (rows, epochs, failures) is the real w
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import re
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
-from pathlib import Path
 
-from tokenizers import Tokenizer
+import numpy as np
+from numpy.typing import NDArray
 
-from services.common.errors import FailedPrecondition, InvalidArgument
+from services.common.errors import FailedPrecondition
 from services.common.logs import Log
 from services.worker.memory import plan_memory
 from services.worker.sampling.counter import draw, key
-from services.worker.script import Entry, Script, no_script, read_script
+from services.worker.script import Script, no_script, read_script
+from services.worker.simulated_rows import Row, Work, fault, put
+from services.worker.simulated_text import Text
 from services.worker.step import (
+    MASKED,
     POOLS,
     PROMPT_LOGPROBS,
+    ROW_DROPPED,
     ROW_FAILED,
     ROW_NO_TOKEN,
     ROW_NOT_FINITE,
@@ -36,25 +37,20 @@ from services.worker.step import (
     Candidate,
     KvGroup,
     LoadedModel,
+    Masks,
     MemoryPlan,
-    NewRow,
     Pooled,
     PromptLogprobs,
     RowResult,
-    SamplingParams,
     StepFailed,
     StepInput,
     StepOutput,
 )
-from services.worker.toy_text import toy_text_files
 
 _log = Log("worker.simulated")
 _BYTES_PER_TOKEN = 1024
 _KV_CACHE_BYTES = 1 << 30
 _POOLED_LENGTH = 64
-_WORD = re.compile(r"[Ġ▁]?[A-Za-z]+|Ġ")
-_TEXT_FILE = (".json", ".jinja")
-_WEIGHT_INDEX = ".index.json"
 _FLUSH_S = 0.2  # results of earlier steps leave the process before it dies
 
 
@@ -71,79 +67,31 @@ class Cost:
         return (self.step_us + self.token_us * tokens + self.row_us * rows) * 1e-6
 
 
-@dataclass(slots=True)
-class _Row:
-    """A request on its row. Output token i stands at prompt_len + i."""
-
-    epoch: int
-    tokens: list[int]
-    prompt_len: int
-    arrived_with: int
-    params: SamplingParams
-    entry: Entry
-
-    @property
-    def outputs(self) -> int:
-        return len(self.tokens) - self.prompt_len
-
-    def meets(self, at: int | None) -> bool:
-        """Whether the next output token is number `at`, and the request did not come with that many."""
-        return at is not None and self.outputs == at and (at == 0 or self.arrived_with < at)
-
-    def may_sample(self, token: int) -> bool:
-        """Whether allowed ids, banned sequences and min_tokens let the token stand here."""
-        params = self.params
-        if params.allowed_ids and token not in params.allowed_ids:
-            return False
-        if self.outputs < params.min_tokens and (token in params.eos_ids or token in params.stop_ids):
-            return False
-        for sequence in params.banned_sequences:
-            *before, last = sequence
-            if token == last and (not before or self.tokens[-len(before) :] == before):
-                return False
-        return True
-
-
-class _Text:
-    """The text files and what the simulation reads in them."""
-
-    def __init__(self, files: dict[str, bytes], max_model_len: int) -> None:
-        config = json.loads(files.get("config.json", b"{}"))
-        self.files = files
-        self.architecture = str(config.get("model_type", "simulated"))
-        self.max_model_len = int(config.get("max_position_embeddings", max_model_len))
-        self.tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
-        self.vocab_size = int(config.get("vocab_size", 0)) or self.tokenizer.get_vocab_size()
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, without the tokens that a template adds."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens included."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
-
-    @cached_property
-    def words(self) -> list[int]:
-        """Ids whose text is a word, for random answers."""
-        vocabulary = self.tokenizer.get_vocab(with_added_tokens=False)
-        ids = sorted(token for name, token in vocabulary.items() if _WORD.fullmatch(name))
-        return ids or sorted(vocabulary.values())
-
-
 class SimulatedRunner:
     """Runs steps without a model. `release` wakes a step that a script has hung."""
 
     device = "simulated"
 
-    def __init__(self, script_path: str, cost: Cost, max_model_len: int, kv_cache_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        script_path: str,
+        cost: Cost,
+        max_model_len: int,
+        *,
+        kv_cache_bytes: int | None = None,
+        kv_windows: Sequence[int | None] = (None,),
+    ) -> None:
         self._script_path = script_path
         self._cost = cost
         self._max_model_len = max_model_len
         self._kv_cache_bytes = kv_cache_bytes
+        self._kv_windows = tuple(kv_windows)
         self._released = threading.Event()
-        self._rows: dict[int, _Row] = {}
-        self._text: _Text | None = None
+        self._rows: dict[int, Row] = {}
+        self._encoded: set[bytes] = set()
+        self._model_path: str | None = None
+        self._text: Text | None = None
+        self._shape: CacheShape | None = None
         self._script: Script = no_script()
 
     def release(self) -> None:
@@ -151,13 +99,11 @@ class SimulatedRunner:
         self._released.set()
 
     def load(self, model_path: str, dtype: str | None) -> LoadedModel:
-        """Takes the text files from a folder, or makes its own where none is named."""
-        files = _read_text_files(model_path) if model_path else toy_text_files(self._max_model_len)
-        text = _Text(files, self._max_model_len)
-        self._script = (
-            read_script(self._script_path, text.encode, text.vocab_size) if self._script_path else no_script()
-        )
-        self._text = text
+        """Takes the text files from a folder, or makes its own where none is named. Again: the script goes on."""
+        text = Text(model_path, self._max_model_len)
+        if self._script_path and model_path != self._model_path:
+            self._script = read_script(self._script_path, text.encode, text.vocab_size)
+        self._text, self._model_path = text, model_path
         _log.debug("text files read", words=len(text.words))
         return LoadedModel(
             architecture=text.architecture,
@@ -165,69 +111,109 @@ class SimulatedRunner:
             max_model_len=text.max_model_len,
             dtype=dtype or "float32",
             weight_bytes=0,
-            kv_groups=(KvGroup(layers=1, bytes_per_token=_BYTES_PER_TOKEN),),
-            text_files=files,
+            kv_groups=tuple(KvGroup(1, _BYTES_PER_TOKEN, window) for window in self._kv_windows),
+            text_files=text.files,
             capabilities=("generate", "prompt_logprobs"),
             pools=True,
+            media=True,
         )
 
     def plan_memory(self, shape: CacheShape, kv_cache_bytes: int | None) -> MemoryPlan:
         """Blocks of a gigabyte that is never allocated, or of what the settings or the engine say."""
         wanted = kv_cache_bytes or self._kv_cache_bytes or _KV_CACHE_BYTES
-        return plan_memory(shape, _BYTES_PER_TOKEN, weight_bytes=0, step_bytes=0, kv_cache_bytes=wanted)
+        return plan_memory(
+            shape,
+            _BYTES_PER_TOKEN,
+            weight_bytes=0,
+            step_bytes=0,
+            kv_cache_bytes=wanted,
+            windows=self._kv_windows,
+        )
 
     def init_cache(self, shape: CacheShape) -> None:
         """There is no cache to allocate."""
-        del shape
+        self._shape = shape
         self.reset()
 
     def reset(self) -> None:
-        """Empties all rows."""
+        """Empties all rows, and forgets what was encoded."""
         self._rows.clear()
+        self._encoded.clear()
 
-    def execute(self, step: StepInput) -> StepOutput:
+    def sleep(self, level: int) -> int:
+        """There are no weights; the cache counts as what it stands for."""
+        del level
+        shape, self._shape = self._shape, None
+        self.reset()
+        return shape.num_blocks * shape.block_size * _BYTES_PER_TOKEN if shape else 0
+
+    def execute(self, step: StepInput, masks: Callable[[], Masks]) -> StepOutput:
         """Samples for the rows that ask, and sleeps until the cost of the step is paid."""
         ends = time.monotonic() + self._cost.seconds(int(step.num_tokens.sum()), len(step.rows))
-        for row in step.freed_rows.tolist():
-            self._rows.pop(row, None)
-        for new in step.new_rows:
-            self._rows[new.row] = self._put(new)
-        results: list[RowResult] = []
+        self._prepare(step)
+        results: dict[int, RowResult] = {}
         prompts: list[PromptLogprobs] = []
         pooled: list[Pooled] = []
-        columns = (step.rows, step.num_tokens, step.num_computed, step.flags)
-        for number, count, computed, flags in zip(*(column.tolist() for column in columns), strict=True):
-            row = self._rows.get(number)
-            if row is None or computed + count > len(row.tokens):
-                results.append(RowResult(number, row.epoch if row else 0, ROW_FAILED))
+        sampling: list[tuple[Work, Row]] = []
+        for work in _works(step):
+            row = self._rows.get(work.number)
+            if row is None or (reason := self._fault(work, row)) is not None:
+                epoch, reason = (row.epoch, reason) if row is not None else (0, None)
+                results[work.number] = RowResult(work.number, epoch, ROW_FAILED, fault=reason)
                 continue
-            if flags & PROMPT_LOGPROBS:
-                prompts.append(self._prompt_logprobs(number, row, computed, computed + count))
-            if flags & POOLS:
+            if work.flags & PROMPT_LOGPROBS:
+                prompts.append(self._prompt_logprobs(work.number, row, work.start, work.end))
+            if work.flags & POOLS:
                 vector = self._vector(row)
-                results.append(RowResult(number, row.epoch, ROW_OK if vector else ROW_NOT_FINITE))
-                pooled += [Pooled(number, row.epoch, vector)] if vector else []
-            if flags & SAMPLES:
-                ends += self._delay(row)
-                results.append(self._sample(number, row))
+                results[work.number] = RowResult(work.number, row.epoch, ROW_OK if vector else ROW_NOT_FINITE)
+                pooled += [Pooled(work.number, row.epoch, vector)] if vector else []
+            if work.flags & SAMPLES:
+                ends += row.entry.delay_s(row.outputs)
+                sampling.append((work, row))
+        given: Masks = {}
+        if any(work.flags & MASKED for work, _ in sampling):
+            time.sleep(max(0.0, ends - time.monotonic()))
+            given = masks()
+        for work, row in sampling:
+            dropped = work.number in given and given[work.number] is None
+            if dropped:
+                results[work.number] = RowResult(work.number, row.epoch, ROW_DROPPED)
+            else:
+                results[work.number] = self._sample(work, row, given.get(work.number))
         time.sleep(max(0.0, ends - time.monotonic()))
-        return StepOutput(step.step_id, tuple(results), tuple(prompts), tuple(pooled))
+        ordered = (results[row] for row in step.rows.tolist() if row in results)
+        return StepOutput(step.step_id, tuple(ordered), tuple(prompts), tuple(pooled))
 
-    def _loaded(self) -> _Text:
+    def _prepare(self, step: StepInput) -> None:
+        """Rows that come and go, media that come and go, and new blocks."""
+        for number in step.freed_rows.tolist():
+            self._rows.pop(number, None)
+        for new in step.new_rows:
+            prompt = new.tokens[: new.prompt_len].tolist()
+            entry = self._script.entry_for(
+                new.request_id, new.sampling.seed, prompt, lambda ids: self._loaded().decode(list(ids))
+            )
+            self._rows[new.row] = put(new, entry, len(self._kv_windows))
+        self._encoded.difference_update(step.dropped_media)
+        self._encoded.update(item.hash for item in step.encode)
+        counts = step.block_counts.reshape(len(step.rows), len(self._kv_windows)).tolist()
+        for number, added in zip(step.rows.tolist(), counts, strict=True):
+            row = self._rows.get(number)
+            if row is not None:
+                row.blocks = [held + more for held, more in zip(row.blocks, added, strict=True)]
+
+    def _fault(self, work: Work, row: Row) -> str | None:
+        if self._shape is None:
+            raise FailedPrecondition("there is no KV cache: call InitCache first")
+        return fault(work, row, self._encoded, self._shape.block_size)
+
+    def _loaded(self) -> Text:
         if self._text is None:
             raise FailedPrecondition("no model is loaded")
         return self._text
 
-    def _put(self, new: NewRow) -> _Row:
-        tokens = new.tokens.tolist()
-        prompt = tokens[: new.prompt_len]
-        entry = self._script.entry_for(
-            new.request_id, new.sampling.seed, prompt, lambda ids: self._loaded().decode(list(ids))
-        )
-        return _Row(new.epoch, tokens, new.prompt_len, len(tokens) - new.prompt_len, new.sampling, entry)
-
-    def _delay(self, row: _Row) -> float:
-        """Seconds that the script adds to this step, after it has had its chance to break it."""
+    def _break(self, row: Row) -> None:
+        """The script's chance to break the step that samples the next token."""
         entry = row.entry
         if row.meets(entry.die_at):
             _log.warning("dies as scripted", output=row.outputs)
@@ -238,25 +224,37 @@ class SimulatedRunner:
             self._released.wait(None if entry.hang_ms is None else entry.hang_ms / 1000)
         if row.outputs == entry.fail_at and entry.fires(entry.fail_at):
             raise StepFailed(f"fails as scripted at output token {row.outputs}")
-        first = entry.first_delay_ms if row.outputs == 0 else 0.0
-        return (entry.delay_ms + first) / 1000
 
-    def _sample(self, number: int, row: _Row) -> RowResult:
+    def _sample(self, work: Work, row: Row, masks: NDArray[np.uint8] | None) -> RowResult:
+        """One token, and one more for each draft that it equals, up to a token where the script has a fault."""
+        self._break(row)
         if row.outputs == row.entry.nan_at and row.entry.fires(row.entry.nan_at):
-            return RowResult(number, row.epoch, ROW_NOT_FINITE)
-        wanted = row.entry.ranked(row.outputs, row.params.eos_ids)
-        token = next((token for token in wanted if row.may_sample(token)), None)
-        if token is None:
-            token = next((token for token in self._random(row) if row.may_sample(token)), None)
-        if token is None:
-            return RowResult(number, row.epoch, ROW_NO_TOKEN)
-        logprobs: tuple[tuple[Candidate, ...], ...] = ()
-        if row.params.logprobs is not None:
-            logprobs = (self._candidates(token, row.params.logprobs),)
-        row.tokens.append(token)
-        return RowResult(number, row.epoch, 0, (token,), logprobs)
+            return RowResult(work.number, row.epoch, ROW_NOT_FINITE)
+        tokens: list[int] = []
+        for ahead in range(len(work.drafts) + 1):
+            token = self._choose(row, None if masks is None else masks[ahead])
+            if token is None:
+                break
+            tokens.append(token)
+            row.tokens.append(token)
+            if token not in work.drafts[ahead : ahead + 1] or row.entry.faults_at(row.outputs):
+                break
+        if not tokens:
+            return RowResult(work.number, row.epoch, ROW_NO_TOKEN)
+        top = row.params.logprobs
+        logprobs = () if top is None else tuple(self._candidates(token, top) for token in tokens)
+        return RowResult(work.number, row.epoch, ROW_OK, tuple(tokens), logprobs)
 
-    def _vector(self, row: _Row) -> tuple[float, ...] | None:
+    def _choose(self, row: Row, mask: NDArray[np.uint8] | None) -> int | None:
+        """The first wanted token that may stand here, else the lowest that the mask allows, or a random one."""
+        wanted = row.entry.ranked(row.outputs, row.params.eos_ids)
+        token = next((token for token in wanted if row.may_sample(token, mask)), None)
+        if token is None:
+            others = range(self._loaded().vocab_size) if wanted and mask is not None else self._random(row)
+            token = next((token for token in others if row.may_sample(token, mask)), None)
+        return token
+
+    def _vector(self, row: Row) -> tuple[float, ...] | None:
         """The script's vector, or one of length 1 that the ids fix; None where it is not finite."""
         if row.outputs == row.entry.nan_at and row.entry.fires(row.entry.nan_at):
             return None
@@ -267,7 +265,7 @@ class SimulatedRunner:
         norm = math.hypot(*values)
         return tuple(value / norm for value in values)
 
-    def _random(self, row: _Row) -> Iterator[int]:
+    def _random(self, row: Row) -> Iterator[int]:
         """Ids in a random order that the seed and the position fix; at temperature 0 the prompt and the position."""
         text = self._loaded()
         greedy = row.params.temperature == 0
@@ -290,7 +288,7 @@ class SimulatedRunner:
         ranked = [Candidate(other, -0.6931472 * (rank + 1), rank + 1) for rank, other in enumerate(ids)]
         return (Candidate(token, -0.6931472, 1), *ranked)
 
-    def _prompt_logprobs(self, number: int, row: _Row, start: int, end: int) -> PromptLogprobs:
+    def _prompt_logprobs(self, number: int, row: Row, start: int, end: int) -> PromptLogprobs:
         """Entries of positions start + 1 to end, as far as they are in the prompt; 0 has none."""
         top = row.params.prompt_logprobs or 0
         first = start + 1 if start else 0
@@ -301,15 +299,10 @@ class SimulatedRunner:
         return PromptLogprobs(number, row.epoch, first, positions)
 
 
-def _read_text_files(folder: str) -> dict[str, bytes]:
-    path = Path(folder)
-    if not path.is_dir():
-        raise InvalidArgument(
-            f"{folder!r} is not a folder with text files of a model (`triptych export-text` makes one)",
-            field="model_path",
-        )
-    names = sorted(item.name for item in path.iterdir() if item.name.endswith(_TEXT_FILE))
-    files = {name: (path / name).read_bytes() for name in names if not name.endswith(_WEIGHT_INDEX)}
-    if "tokenizer.json" not in files:
-        raise InvalidArgument(f"{folder!r} has no tokenizer.json", field="model_path")
-    return files
+def _works(step: StepInput) -> Iterator[Work]:
+    """What each row of a step is to compute."""
+    columns = (step.rows, step.num_computed, step.num_tokens, step.flags)
+    draft_counts = step.draft_counts.tolist() or [0] * len(step.rows)
+    drafts = iter(step.draft_ids.tolist())
+    for number, start, count, flags, ahead in zip(*(column.tolist() for column in columns), draft_counts, strict=True):
+        yield Work(number, start, start + count, flags, list(islice(drafts, ahead)))

@@ -29,6 +29,7 @@ class Span:
     end: int
     flags: int
     first_writable: int
+    drafts: int = 0  # the last of these ids
 
 
 class States:
@@ -74,12 +75,21 @@ class States:
         """How many ids of the row are known."""
         return int(self._lengths[row])
 
-    def append(self, row: int, token: int) -> None:
-        """A sampled token is the row's next id. At the context's end there is no next step to read it."""
+    def append(self, row: int, tokens: Sequence[int]) -> None:
+        """Sampled tokens are the row's next ids. At the context's end there is no next step to read them."""
         length = int(self._lengths[row])
-        if length < self._max_len:
-            self._tokens[row, length] = token
-            self._lengths[row] = length + 1
+        kept = tokens[: self._max_len - length]
+        self._tokens[row, length : length + len(kept)] = kept
+        self._lengths[row] = length + len(kept)
+
+    def lay_drafts(self, step: StepInput) -> None:
+        """Puts drafts behind the known ids of their rows, where sampled tokens take their place."""
+        first = 0
+        for row, count in zip(step.rows.tolist(), step.draft_counts.tolist(), strict=False):  # none: no counts
+            length = int(self._lengths[row])
+            if count and length + count <= self._max_len:
+                self._tokens[row, length : length + count] = step.draft_ids[first : first + count]
+            first += count
 
     def grow(self, step: StepInput) -> None:
         """Gives the rows of a step their new blocks."""
@@ -97,11 +107,14 @@ class States:
         spans: list[Span] = []
         bad: list[int] = []
         columns = (step.rows, step.num_computed, step.num_tokens, step.flags, step.first_writable)
-        for row, start, count, flags, writable in zip(*(column.tolist() for column in columns), strict=True):
+        drafts_of = step.draft_counts.tolist() or [0] * len(step.rows)
+        listed = (*(column.tolist() for column in columns), drafts_of)
+        for row, start, count, flags, writable, drafts in zip(*listed, strict=True):
             end = start + count
-            known = row in self._requests and end <= self._lengths[row]
+            length = int(self._lengths[row])
+            known = row in self._requests and (end - drafts == length if drafts else end <= length)
             if known and end <= self._num_blocks[row] * self._block_size:
-                spans.append(Span(row, start, end, flags, writable))
+                spans.append(Span(row, start, end, flags, writable, drafts))
             else:
                 bad.append(row)
         return spans, bad

@@ -6,7 +6,8 @@ computes unless said otherwise. A Runner turns one into the other: the torch one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -19,6 +20,8 @@ SAMPLES, PROMPT_LOGPROBS, POOLS, MASKED = 1, 2, 4, 8
 """Bits of StepInput.flags."""
 ROW_OK, ROW_NOT_FINITE, ROW_DROPPED, ROW_FAILED, ROW_NO_TOKEN = 0, 1, 2, 3, 4
 """Values of RowResult.status."""
+NO_CACHE, NO_WEIGHTS = 1, 2
+"""Levels of Runner.sleep: what is freed; a deeper one frees what the others do too."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,6 +47,17 @@ class SamplingParams:
 
 
 @dataclass(slots=True, frozen=True)
+class MediaItem:
+    """One item of media in a prompt: which one, and the placeholder tokens that stand for it."""
+
+    hash: bytes  # SHA-256 over content and processor settings
+    modality: str
+    offset: int  # of the first placeholder token
+    length: int  # placeholder tokens
+    embeddings: int
+
+
+@dataclass(slots=True, frozen=True)
 class NewRow:
     """A request put on a row, with every id known so far."""
 
@@ -54,6 +68,7 @@ class NewRow:
     sampling: SamplingParams
     request_id: str
     traceparent: str | None
+    media: tuple[MediaItem, ...] = ()  # in the order of their offsets
     fault: str | None = None
     """Why the request cannot be served: its row fails, alone, whenever it computes."""
 
@@ -73,8 +88,32 @@ class StepInput:
     first_writable: Int32  # 0 where everything is written
     block_counts: Int32  # rows x KV groups, flat
     block_ids: Int32
-    draft_counts: Int32
+    draft_counts: Int32  # per row, the last of num_tokens; empty where no row has any
     draft_ids: Int32
+    encode: tuple[MediaItem, ...] = ()  # items whose embeddings this step's rows may be the first to read
+    dropped_media: tuple[bytes, ...] = ()  # hashes of encoder outputs to forget, before anything is encoded
+
+    def only(self, keep: NDArray[np.bool_]) -> StepInput:
+        """The same step with those of its rows where `keep` is true."""
+        blocks = np.repeat(keep, len(self.block_counts) // len(self.rows))
+        drafts = keep if len(self.draft_counts) else keep[:0]
+        return replace(
+            self,
+            rows=self.rows[keep],
+            num_tokens=self.num_tokens[keep],
+            num_computed=self.num_computed[keep],
+            flags=self.flags[keep],
+            first_writable=self.first_writable[keep],
+            block_counts=self.block_counts[blocks],
+            block_ids=self.block_ids[np.repeat(blocks, self.block_counts)],
+            draft_counts=self.draft_counts[drafts],
+            draft_ids=self.draft_ids[np.repeat(drafts, self.draft_counts)],
+        )
+
+
+Masks = dict[int, NDArray[np.uint8] | None]
+"""Grammar masks by row: [positions, bytes], lowest bit first, 1 allows; a row with drafts has 1 + drafts
+positions. None where the row's result is to be dropped."""
 
 
 class Candidate(NamedTuple):
@@ -94,6 +133,7 @@ class RowResult:
     status: int
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[tuple[Candidate, ...], ...] = ()
+    fault: str | None = None  # why a row failed, for the log
 
 
 @dataclass(slots=True, frozen=True)
@@ -170,6 +210,7 @@ class LoadedModel:
     text_files: dict[str, bytes]
     capabilities: tuple[str, ...] = ("generate",)
     pools: bool = False  # whether steps may ask for pooled vectors
+    media: bool = False  # whether steps may encode media and rows read them
 
 
 class Runner(Protocol):
@@ -189,8 +230,17 @@ class Runner(Protocol):
     def reset(self) -> None:
         """Empties all rows: another engine incarnation begins."""
 
-    def execute(self, step: StepInput) -> StepOutput:
-        """Runs one step. An exception fails the step as a whole."""
+    def execute(self, step: StepInput, masks: Callable[[], Masks]) -> StepOutput:
+        """Runs one step. An exception fails the step as a whole.
+
+        `masks` waits for the grammar masks: it is called once at most, after the forward pass, where a row is MASKED.
+        """
+
+    def sleep(self, level: int) -> int:
+        """Frees the KV cache, at level 2 the weights too, and returns the bytes; all rows are empty.
+
+        `load` and `init_cache` bring them back.
+        """
 
 
 class StepFailed(Exception):

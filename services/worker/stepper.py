@@ -25,6 +25,7 @@ from services.worker.step import (
     ROW_FAILED,
     ROW_NO_TOKEN,
     ROW_NOT_FINITE,
+    Masks,
     NewRow,
     RowResult,
     Runner,
@@ -138,8 +139,11 @@ class Stepper:
         _log.error("step failed", exc_info=error, step_id=step_id, error_id=known.error_id)
         return known
 
-    def run_step(self, step: StepInput) -> StepOutput:
-        """Runs a step and accounts for it. Whatever it raises fails the step as a whole."""
+    def run_step(self, step: StepInput, masks: Callable[[], Masks]) -> StepOutput:
+        """Runs a step and accounts for it. Whatever it raises fails the step as a whole.
+
+        `masks` is for the runner, which calls it where a row that is not at fault waits for its mask.
+        """
         begun = time.monotonic()
         for row in step.freed_rows.tolist():
             self._free(row)
@@ -147,7 +151,7 @@ class Stepper:
             self._free(new.row)
             self._held[new.row] = _Held(new, begun)
         sound, faulty = self._split(step)
-        output = self._runner.execute(sound)
+        output = self._runner.execute(sound, masks)
         if faulty:
             place = {row: index for index, row in enumerate(step.rows.tolist())}
             results = sorted((*output.results, *faulty), key=lambda result: place[result.row])
@@ -164,19 +168,7 @@ class Stepper:
             return (step if len(new_rows) == len(step.new_rows) else replace(step, new_rows=new_rows)), []
         keep = np.ones(len(step.rows), bool)
         keep[faulty] = False
-        groups = len(step.block_counts) // len(step.rows)
-        keep_counts = np.repeat(keep, groups)
-        sound = replace(
-            step,
-            new_rows=new_rows,
-            rows=step.rows[keep],
-            num_tokens=step.num_tokens[keep],
-            num_computed=step.num_computed[keep],
-            flags=step.flags[keep],
-            first_writable=step.first_writable[keep],
-            block_counts=step.block_counts[keep_counts],
-            block_ids=step.block_ids[np.repeat(keep_counts, step.block_counts)],
-        )
+        sound = replace(step.only(keep), new_rows=new_rows)
         rows = (int(step.rows[index]) for index in faulty)
         return sound, [RowResult(row, self._held[row].request.epoch, ROW_FAILED) for row in rows]
 
@@ -201,7 +193,7 @@ class Stepper:
                     row=result.row,
                     reason=reason,
                     request_id=held.request.request_id if held else None,
-                    fault=self._fault(result.row),
+                    fault=result.fault or self._fault(result.row),
                 )
         self._metrics.step_done(int(step.num_tokens.sum()), seconds, sampled, len(self._held))
 

@@ -1,7 +1,8 @@
 """The largest step that an engine may send, run for the memory that it takes.
 
-All rows see the whole context, one of them computes everything that the budget leaves, all sample
-with every cutoff and log probabilities. The rows share one KV block, so that no cache is needed.
+All rows see the whole context, one of them computes everything that the budget leaves, and as many positions
+are sampled as exist at once, with every cutoff and log probabilities: with drafts a row samples several. The
+rows share one KV block, so that no cache is needed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from services.worker.cache import KVCache
 from services.worker.models.decoder import Decoder
+from services.worker.sampling.feature import Position
 from services.worker.sampling.sampler import Sampler
 from services.worker.states import Span, States
 from services.worker.step import SAMPLES, CacheShape, NewRow, SamplingParams
@@ -21,8 +23,8 @@ _PARAMS = SamplingParams(seed=0, temperature=1.0, top_p=0.9, repetition_penalty=
 
 
 @torch.inference_mode()
-def trial_step(model: Decoder, shape: CacheShape) -> None:
-    """Runs it."""
+def trial_step(model: Decoder, shape: CacheShape, logits_rows: int) -> None:
+    """Runs it. At most `logits_rows` positions have logits at once."""
     shape = replace(shape, num_blocks=1)
     rows = min(shape.max_num_seqs, shape.max_num_batched_tokens)
     states = States(shape)
@@ -36,8 +38,8 @@ def trial_step(model: Decoder, shape: CacheShape) -> None:
         longest = min(shape.max_num_batched_tokens - rows + 1, shape.max_model_len)
         computed = shape.max_model_len - (longest if row == rows - 1 else 1)
         spans.append(Span(row, computed, shape.max_model_len, SAMPLES, 0))
-    ends = np.cumsum([span.end - span.start for span in spans]) - 1
-    batch = states.batch(spans, ends.tolist())
+    total = sum(span.end - span.start for span in spans)
+    batch = states.batch(spans, range(max(0, total - logits_rows), total))
     hidden_TD = model.forward(batch, KVCache(model.kv_layout, shape, model.device))
     logits_NV = model.logits(hidden_TD[batch.logits_at_S])
-    sampler.sample(logits_NV, [span.row for span in spans], [tokens] * rows)
+    sampler.sample(logits_NV, [Position(spans[index % rows].row, tokens) for index in range(len(logits_NV))])

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from protos import common_pb2, worker_pb2
-from services.worker.step import SAMPLES, CacheShape, Int32, NewRow, SamplingParams, StepInput
+from services.worker.step import (
+    SAMPLES,
+    CacheShape,
+    Int32,
+    Masks,
+    MediaItem,
+    NewRow,
+    Runner,
+    SamplingParams,
+    StepInput,
+    StepOutput,
+)
 
 SHAPE = CacheShape(num_blocks=64, block_size=4, max_num_seqs=4, max_model_len=64, max_num_batched_tokens=32)
 
@@ -38,10 +50,19 @@ def step(
     blocks: dict[int, Sequence[int]] | None = None,
     flags: Sequence[int] | None = None,
     first_writable: Sequence[int] | None = None,
+    drafts: dict[int, Sequence[int]] | None = None,
+    media: Sequence[MediaItem] = (),
+    dropped: Sequence[bytes] = (),
 ) -> StepInput:
-    """A step of (row, computed, tokens); `blocks` are the new ones by row; rows sample unless told otherwise."""
-    blocks = blocks or {}
+    """A step of (row, computed, tokens); rows sample unless told otherwise.
+
+    `blocks` are the new ones by row; unless told otherwise a row that starts gets blocks for a whole context.
+    `drafts` are by row, and counted in tokens.
+    """
+    if blocks is None:
+        blocks = {row: range(SHAPE.max_model_len // SHAPE.block_size) for row, computed, _ in rows if computed == 0}
     listed = [list(blocks.get(row, ())) for row, _, _ in rows]
+    drafted = [list((drafts or {}).get(row, ())) for row, _, _ in rows]
     return StepInput(
         step_id=step_id,
         resync=False,
@@ -54,9 +75,29 @@ def step(
         first_writable=ints(*([0] * len(rows) if first_writable is None else first_writable)),
         block_counts=ints(*(len(ids) for ids in listed)),
         block_ids=ints(*(block for ids in listed for block in ids)),
-        draft_counts=ints(),
-        draft_ids=ints(),
+        draft_counts=ints(*(len(ids) for ids in drafted)) if drafts else ints(),
+        draft_ids=ints(*(draft for ids in drafted for draft in ids)),
+        encode=tuple(media),
+        dropped_media=tuple(dropped),
     )
+
+
+def no_masks() -> Masks:
+    """For steps in which no row waits for a mask."""
+    raise AssertionError("no row waits for a mask")
+
+
+def run(runner: Runner, given: StepInput, masks: Callable[[], Masks] = no_masks) -> StepOutput:
+    """Runs a step on a runner."""
+    return runner.execute(given, masks)
+
+
+def packed(*allowed: Sequence[int], vocab_size: int) -> NDArray[np.uint8]:
+    """Grammar masks, one per position, that allow these ids."""
+    bits = np.zeros((len(allowed), -(-vocab_size // 32) * 32), np.uint8)
+    for position, ids in enumerate(allowed):
+        bits[position, list(ids)] = 1
+    return np.packbits(bits, axis=1, bitorder="little")
 
 
 def new_row(row: int, tokens: Sequence[int], epoch: int = 1, prompt_len: int | None = None, **sampling: Any) -> Any:

@@ -27,7 +27,7 @@ from services.worker.step import (
     StepOutput,
 )
 from services.worker.toy_text import VOCAB_SIZE, toy_text_files
-from tests.worker.columns import SHAPE, request, step
+from tests.worker.columns import SHAPE, request, run, step
 
 HIDDEN, HEADS, KV_HEADS, HEAD, FEED = 32, 4, 2, 8, 48
 PROMPT = [11, 200, 34, 5, 90, 90, 17, 3, 150, 42, 8]
@@ -115,10 +115,10 @@ def generate(
             blocks={new.row: blocks} if first else {},
             flags=flags,
         )
-        output, number = runner.execute(given), number + 1
+        output, number = run(runner, given), number + 1
     made += tokens_of(output).values()
     for index in range(count - 1):
-        made += tokens_of(runner.execute(step(number + index, [(new.row, known + index, 1)]))).values()
+        made += tokens_of(run(runner, step(number + index, [(new.row, known + index, 1)]))).values()
     return made
 
 
@@ -152,10 +152,10 @@ class TestEquality:
         new = [request(0, [7], seed=9), request(1, PROMPT, **sampling), request(3, [1, 2, 3, 4], seed=10, top_p=0.5)]
         blocks = {0: range(5), 1: range(5, 11), 3: range(11, 16)}
         order = [(3, 4), (0, 1), (1, len(PROMPT))]
-        made = [tokens_of(runner.execute(step(0, [(row, 0, size) for row, size in order], new, blocks=blocks)))[1]]
+        made = [tokens_of(run(runner, step(0, [(row, 0, size) for row, size in order], new, blocks=blocks)))[1]]
         for number in range(5):
             rows = [(row, size + number, 1) for row, size in order]
-            made.append(tokens_of(runner.execute(step(number + 1, rows)))[1])
+            made.append(tokens_of(run(runner, step(number + 1, rows)))[1])
         assert made == alone
 
     def test_a_full_prefix_hit_recomputes_one_token_and_writes_nothing(self, runner: TorchRunner) -> None:
@@ -165,11 +165,11 @@ class TestEquality:
         assert cache is not None
         shared = [tensor[2].clone() for tensor in cache.layer(1)]
         new = request(1, prompt, temperature=0)
-        made = [tokens_of(runner.execute(step(0, [(1, 7, 1)], [new], blocks={1: [1, 2]}, first_writable=[8])))[1]]
+        made = [tokens_of(run(runner, step(0, [(1, 7, 1)], [new], blocks={1: [1, 2]}, first_writable=[8])))[1]]
         assert all(torch.equal(tensor[2], kept) for tensor, kept in zip(cache.layer(1), shared, strict=True))
         for index in range(5):
             blocks = {1: [9, 10]} if index == 0 else {}
-            made.append(tokens_of(runner.execute(step(1, [(1, 8 + index, 1)], blocks=blocks)))[1])
+            made.append(tokens_of(run(runner, step(1, [(1, 8 + index, 1)], blocks=blocks)))[1])
         assert made == whole
 
 
@@ -181,14 +181,15 @@ class TestLogprobs:
             size = min(chunk, len(PROMPT) - start)
             last = start + size == len(PROMPT)
             first = start == 0
-            output = runner.execute(
+            output = run(
+                runner,
                 step(
                     start,
                     [(0, start, size)],
                     [new] if first else (),
                     blocks={0: range(6)} if first else {},
                     flags=[PROMPT_LOGPROBS | (SAMPLES if last else 0)],
-                )
+                ),
             )
             (part,) = output.prompt_logprobs
             assert part.first_position == len(entries)
@@ -211,7 +212,7 @@ class TestLogprobs:
         entries = self.prompt_entries(runner, len(PROMPT))
         for position in (1, 4, 10):
             new = request(1, PROMPT[:position], temperature=0, logprobs=3)
-            (result,) = runner.execute(step(0, [(1, 0, position)], [new], blocks={1: range(20, 26)})).results
+            (result,) = run(runner, step(0, [(1, 0, position)], [new], blocks={1: range(20, 26)})).results
             assert [entry.token_id for entry in result.logprobs[0][1:]] == [e.token_id for e in entries[position][1:]]
             assert result.logprobs[0][0].logprob == pytest.approx(entries[position][1].logprob, abs=1e-5)
         assert all(math.isfinite(entry.logprob) and entry.logprob < 0 for part in entries for entry in part)
@@ -221,29 +222,29 @@ class TestFailures:
     def test_a_row_with_a_poisoned_cache_fails_alone(self, runner: TorchRunner) -> None:
         new = [request(0, PROMPT, temperature=0), request(1, PROMPT, temperature=0)]
         blocks = {0: range(4), 1: range(4, 8)}
-        runner.execute(step(0, [(0, 0, 11), (1, 0, 11)], new, blocks=blocks))
+        run(runner, step(0, [(0, 0, 11), (1, 0, 11)], new, blocks=blocks))
         assert runner._cache is not None
         for tensor in runner._cache.layer(0):
             tensor[5] = math.nan
-        output = runner.execute(step(1, [(0, 11, 1), (1, 11, 1)]))
+        output = run(runner, step(1, [(0, 11, 1), (1, 11, 1)]))
         assert [result.status for result in output.results] == [ROW_OK, ROW_NOT_FINITE]
-        late = runner.execute(step(2, [(0, 12, 1), (1, 12, 1)]))
+        late = run(runner, step(2, [(0, 12, 1), (1, 12, 1)]))
         assert [result.status for result in late.results] == [ROW_OK, ROW_FAILED]
 
     def test_rows_without_a_request_fail_alone(self, runner: TorchRunner) -> None:
-        output = runner.execute(step(0, [(2, 0, 1), (0, 0, 3)], [request(0, [1, 2, 3], epoch=8)], blocks={0: [0]}))
+        output = run(runner, step(0, [(2, 0, 1), (0, 0, 3)], [request(0, [1, 2, 3], epoch=8)], blocks={0: [0]}))
         assert [(result.row, result.epoch, result.status) for result in output.results] == [
             (2, 0, ROW_FAILED),
             (0, 8, ROW_OK),
         ]
 
     def test_reset_empties_all_rows(self, runner: TorchRunner) -> None:
-        runner.execute(step(0, [(0, 0, 3)], [request(0, [1, 2, 3])], blocks={0: [0]}))
+        run(runner, step(0, [(0, 0, 3)], [request(0, [1, 2, 3])], blocks={0: [0]}))
         runner.reset()
-        assert runner.execute(step(1, [(0, 3, 1)])).results[0].status == ROW_FAILED
+        assert run(runner, step(1, [(0, 3, 1)])).results[0].status == ROW_FAILED
 
     def test_a_step_that_only_frees(self, runner: TorchRunner) -> None:
-        assert runner.execute(step(0, freed=[1, 2])).results == ()
+        assert run(runner, step(0, freed=[1, 2])).results == ()
 
     def test_out_of_order(self, model_path: str) -> None:
         bare = TorchRunner(WorkerSettings.build())
@@ -253,7 +254,7 @@ class TestFailures:
             bare.plan_memory(SHAPE, None)
         bare.load(model_path, None)
         with pytest.raises(FailedPrecondition, match="InitCache"):
-            bare.execute(step(0))
+            run(bare, step(0))
 
 
 class TestMemory:

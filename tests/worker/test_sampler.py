@@ -11,19 +11,25 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.sampling.feature import Position
 from services.worker.sampling.order import largest
 from services.worker.sampling.sampler import Sampled, Sampler
-from services.worker.step import ROW_NO_TOKEN, ROW_NOT_FINITE, ROW_OK, SamplingParams
+from services.worker.step import ROW_NO_TOKEN, ROW_NOT_FINITE, ROW_OK, Int32, SamplingParams
 from tests.worker.columns import ints, request
 from tests.worker.reference_sampler import reference
 
 CPU = torch.device("cpu")
 
 
+def at(rows: Sequence[int], tokens: Sequence[Int32]) -> list[Position]:
+    """Positions behind these ids."""
+    return [Position(row, before) for row, before in zip(rows, tokens, strict=True)]
+
+
 def sample_one(logits: Sequence[float], tokens: Sequence[int] = (0,), prompt_len: int = 1, **sampling: Any) -> Sampled:
     sampler = Sampler(len(logits), CPU)
     sampler.add(request(0, tokens, prompt_len, **sampling))
-    return sampler.sample(torch.tensor([list(logits)], dtype=torch.float32), [0], [ints(*tokens)])[0]
+    return sampler.sample(torch.tensor([list(logits)], dtype=torch.float32), at([0], [ints(*tokens)]))[0]
 
 
 def draw_many(logits: Sequence[float], count: int, **sampling: Any) -> list[int]:
@@ -34,7 +40,7 @@ def draw_many(logits: Sequence[float], count: int, **sampling: Any) -> list[int]
     zeros = np.zeros(count, np.int32)
     for first in range(0, count, 1000):
         tokens = [zeros[: first + position + 1] for position in range(1000)]
-        for result in sampler.sample(torch.tensor([list(logits)] * 1000), [0] * 1000, tokens):
+        for result in sampler.sample(torch.tensor([list(logits)] * 1000), at([0] * 1000, tokens)):
             assert result.token is not None
             seen[result.token] += 1
     return seen
@@ -81,7 +87,7 @@ def test_equals_the_plain_reference(vocab: int, cases: int, spread: float) -> No
         logits.append(values)
         tokens.append(ints(*ids))
         wanted.append(reference(values, new.sampling, ids, prompt_len))
-    results = sampler.sample(torch.tensor(logits), list(range(cases)), tokens)
+    results = sampler.sample(torch.tensor(logits), at(list(range(cases)), tokens))
     assert [result.token for result in results] == wanted
     assert {result.status for result in results} <= {ROW_OK, ROW_NO_TOKEN}
 
@@ -95,7 +101,7 @@ def test_looking_at_survivors_draws_what_looking_at_all_draws() -> None:
         sampler = Sampler(5000, CPU)
         for row in range(64):
             sampler.add(request(row, [0] * (row + 1), seed=row, **cutoff))
-        drawn.append(sampler.sample(logits.clone(), list(range(64)), [ints(*[0] * (row + 1)) for row in range(64)]))
+        drawn.append(sampler.sample(logits.clone(), at(list(range(64)), [ints(*[0] * (row + 1)) for row in range(64)])))
     assert drawn[0] == drawn[1] == drawn[2] == drawn[3]
 
 
@@ -126,7 +132,7 @@ def test_noise_does_not_repeat_from_position_to_position() -> None:
     sampler = Sampler(4, CPU)
     sampler.add(request(0, [0], seed=3))
     zeros = np.zeros(8000, np.int32)
-    results = sampler.sample(torch.zeros(8000, 4), [0] * 8000, [zeros[: n + 1] for n in range(8000)])
+    results = sampler.sample(torch.zeros(8000, 4), at([0] * 8000, [zeros[: n + 1] for n in range(8000)]))
     drawn = [result.token for result in results]
     pairs = [0] * 16
     for first, second in zip(drawn[::2], drawn[1::2], strict=True):
@@ -177,7 +183,7 @@ def test_penalties_of_one_request_leave_its_neighbours_alone() -> None:
             sampler.add(
                 request(row, prompts[row] + outputs[row], len(prompts[row]), seed=row, frequency_penalty=penalty)
             )
-        return sampler.sample(logits[list(rows)], rows, [ints(*prompts[row], *outputs[row]) for row in rows])
+        return sampler.sample(logits[list(rows)], at(rows, [ints(*prompts[row], *outputs[row]) for row in rows]))
 
     assert run([0, 1]) == run([0]) + run([1])
     params = request(0, [0], seed=0, frequency_penalty=1.0).sampling
@@ -192,7 +198,7 @@ def test_frequency_penalty_counts_the_whole_output() -> None:
     sampler.add(request(0, [3, 3, 3], temperature=0, frequency_penalty=2.0))
     tokens = [3, 3, 3]
     for _ in range(400):
-        result = sampler.sample(torch.tensor([logits]), [0], [ints(*tokens)])[0]
+        result = sampler.sample(torch.tensor([logits]), at([0], [ints(*tokens)]))[0]
         assert result.token is not None
         tokens.append(result.token)
     assert tokens[3:303] == [3] * 300  # 600.5 - 2 * 300 = 0.5 is below 1.0
@@ -210,7 +216,7 @@ def test_a_seeded_request_does_not_depend_on_its_neighbours() -> None:
         for row in rows:
             cutoffs = {"top_p": 0.9} if row % 2 else {}
             sampler.add(request(row, [1, 2], seed=42 if row == 0 else 1000 + row, temperature=0.8, **cutoffs))
-        results = sampler.sample(logits[rows], rows, [ints(1, 2)] * len(rows))
+        results = sampler.sample(logits[rows], at(rows, [ints(1, 2)] * len(rows)))
         seen.add(results[rows.index(0)].token)
     assert len(seen) == 1
 
@@ -221,7 +227,7 @@ def test_same_seed_and_prompt_give_the_same_tokens_on_any_row() -> None:
     for row in range(4):
         sampler.add(request(row, [5, 6], seed=77 if row < 3 else 78))
     tokens = [
-        [result.token for result in sampler.sample(torch.zeros(4, 300), [3, 1, 0, 2], [ints(*[0] * length)] * 4)]
+        [result.token for result in sampler.sample(torch.zeros(4, 300), at([3, 1, 0, 2], [ints(*[0] * length)] * 4))]
         for length in range(2, 30)
     ]
     assert all(one == two == three for _, one, two, three in tokens)
@@ -244,7 +250,7 @@ def test_a_row_whose_logits_are_not_finite_fails_alone() -> None:
         sampler = Sampler(20, CPU)
         for row, temperature in enumerate((0.0, 1.0, 0.0)):
             sampler.add(request(row, [1], temperature=temperature, logprobs=1))
-        results = sampler.sample(logits, [0, 1, 2], [ints(1)] * 3)
+        results = sampler.sample(logits, at([0, 1, 2], [ints(1)] * 3))
         assert [result.status for result in results] == [ROW_OK, ROW_NOT_FINITE, ROW_OK]
         assert [result.token for result in results] == [7, None, 7]
 
@@ -253,7 +259,7 @@ def test_a_row_that_may_sample_nothing_fails_alone() -> None:
     sampler = Sampler(10, CPU)
     sampler.add(request(0, [1], allowed_ids=(4,), eos_ids=(4,), min_tokens=1))
     sampler.add(request(1, [1], allowed_ids=(5,)))
-    results = sampler.sample(torch.zeros(2, 10), [0, 1], [ints(1)] * 2)
+    results = sampler.sample(torch.zeros(2, 10), at([0, 1], [ints(1)] * 2))
     assert [(result.status, result.token) for result in results] == [(ROW_NO_TOKEN, None), (ROW_OK, 5)]
 
 
@@ -266,7 +272,7 @@ def test_a_freed_row_leaves_nothing_behind() -> None:
     sampler.add(request(0, [1], **everything))
     sampler.free(0)
     sampler.add(request(0, [1], temperature=0))
-    assert sampler.sample(torch.tensor([[0, 0, 0, 0, 0, 9.0]]), [0], [ints(1)]) == [Sampled(ROW_OK, 5)]
+    assert sampler.sample(torch.tensor([[0, 0, 0, 0, 0, 9.0]]), at([0], [ints(1)])) == [Sampled(ROW_OK, 5)]
 
 
 class TestLogprobs:

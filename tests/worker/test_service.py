@@ -125,8 +125,6 @@ class TestLifecycle:
     async def test_what_is_not_built_is_refused_by_name(self, worker: Worker) -> None:
         calls = {
             "Profile": worker.stub.Profile(worker_pb2.WorkerServiceProfileRequest(start=True)),
-            "Sleep": worker.stub.Sleep(worker_pb2.WorkerServiceSleepRequest(level=1)),
-            "WakeUp": worker.stub.WakeUp(worker_pb2.WorkerServiceWakeUpRequest()),
             "quantization": worker.stub.Load(worker_pb2.LoadRequest(engine=peer(5), quantization="int8")),
             "rank": worker.stub.Load(worker_pb2.LoadRequest(engine=peer(5), tensor_size=2)),
         }
@@ -181,8 +179,8 @@ class TestSteps:
         assert texts(results) == b"hellohelloh"
         assert {result.status for result in results} == {OK}
         assert worker.metric("triptych:worker_sampled_tokens_total") == 11
-        assert worker.metric("vllm:iteration_tokens_total_count") == 11
-        assert worker.metric("vllm:iteration_tokens_total_sum") == 13
+        assert worker.metric("triptych:worker_step_tokens_count") == 11
+        assert worker.metric("triptych:worker_step_tokens_sum") == 13
         assert (await worker.stub.Health(worker_pb2.WorkerServiceHealthRequest())).steps == 11
 
     async def test_a_row_given_to_another_request_answers_with_its_own_epoch(self, worker: Worker) -> None:
@@ -241,8 +239,9 @@ class TestSteps:
         bad.num_tokens_i32le = pack(2, 2)
         failed = await stream.run(bad)
         assert (failed.status, failed.failure.code, failed.failure.field) == (FAILED, 3, "num_tokens_i32le")
-        masked = await stream.run(frame(2, [(0, 0, 2)], [new_row(0, [1, 2])], flags=9, resync=True))
-        assert (masked.status, masked.failure.code, masked.failure.field) == (FAILED, 12, "flags_u8")
+        encoding = frame(2, [(0, 0, 2)], [new_row(0, [1, 2])], flags=8, resync=True)
+        masked = await stream.run(encoding)
+        assert (masked.status, masked.failure.code, masked.failure.field) == (FAILED, 3, "flags_u8")
         good = await stream.run(frame(3, [(0, 0, 2)], [new_row(0, [1, 2])], resync=True))
         assert (good.status, texts([good])) == (OK, b"h")
 
@@ -250,7 +249,7 @@ class TestSteps:
         await worker.prepare()
         wrong = {
             "step_id": (grpc.StatusCode.INVALID_ARGUMENT, {"step": frame(0)}),
-            "masks": (grpc.StatusCode.UNIMPLEMENTED, {"masks": worker_pb2.StepMasks(step_id=1)}),
+            "masks": (grpc.StatusCode.INVALID_ARGUMENT, {"masks": worker_pb2.StepMasks(step_id=1)}),
             "frame": (grpc.StatusCode.INVALID_ARGUMENT, {}),
         }
         for name, (code, kind) in wrong.items():

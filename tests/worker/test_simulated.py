@@ -25,7 +25,7 @@ from services.worker.step import (
     StepFailed,
 )
 from services.worker.toy_text import toy_text_files
-from tests.worker.columns import SHAPE, request, step
+from tests.worker.columns import SHAPE, request, run, step
 
 EOS = 258
 
@@ -44,9 +44,9 @@ def runner(folder: Path | None = None, script: Any = None) -> SimulatedRunner:
 def generate(made: SimulatedRunner, new: NewRow, count: int) -> list[RowResult]:
     """The results of `count` steps of one request."""
     known = len(new.tokens)
-    results = list(made.execute(step(0, [(new.row, 0, known)], [new])).results)
+    results = list(run(made, step(0, [(new.row, 0, known)], [new])).results)
     for number in range(1, count):
-        results += made.execute(step(number, [(new.row, known + number - 1, 1)])).results
+        results += run(made, step(number, [(new.row, known + number - 1, 1)])).results
     return results
 
 
@@ -140,7 +140,7 @@ class TestScripts:
         made = runner(tmp_path, script)
         statuses = [result.status for result in generate(made, request(0, b"x"), 2)]
         assert statuses == [ROW_OK, ROW_NOT_FINITE]
-        retry = made.execute(step(9, [(0, 1, 1)]))
+        retry = run(made, step(9, [(0, 1, 1)]))
         assert retry.results[0].token_ids == (ord("b"),)
         for _ in range(2):
             with pytest.raises(StepFailed, match="output token 0"):
@@ -189,8 +189,8 @@ class TestLogprobs:
     def test_sampled_and_prompt(self) -> None:
         made = runner()
         new = request(0, b"abc", logprobs=2, prompt_logprobs=1)
-        first = made.execute(step(0, [(0, 0, 2)], [new], flags=[PROMPT_LOGPROBS]))
-        second = made.execute(step(1, [(0, 2, 1)], flags=[PROMPT_LOGPROBS | SAMPLES]))
+        first = run(made, step(0, [(0, 0, 2)], [new], flags=[PROMPT_LOGPROBS]))
+        second = run(made, step(1, [(0, 2, 1)], flags=[PROMPT_LOGPROBS | SAMPLES]))
         (head,), (tail,) = first.prompt_logprobs, second.prompt_logprobs
         assert (head.first_position, tail.first_position) == (0, 3)
         assert [[entry.token_id for entry in entries] for entries in head.positions] == [[], [98, 98], [99, 99]]
@@ -222,7 +222,7 @@ def test_the_cost_model() -> None:
 
 class TestPooledVectors:
     def pool(self, made: SimulatedRunner, prompt: bytes) -> tuple[list[int], list[Pooled]]:
-        output = made.execute(step(0, [(1, 0, len(prompt))], [request(1, prompt, epoch=5)], flags=[POOLS]))
+        output = run(made, step(0, [(1, 0, len(prompt))], [request(1, prompt, epoch=5)], flags=[POOLS]))
         return [result.status for result in output.results], list(output.pooled)
 
     def test_the_prompt_fixes_a_vector_of_length_1(self) -> None:

@@ -46,7 +46,7 @@ def test_a_chunk_a_decode_and_a_shared_block_in_one_batch() -> None:
 def test_a_sampled_token_is_the_next_steps_input() -> None:
     states = States(SHAPE)
     put(states, step(1, [(0, 0, 2)], [request(0, [5, 6])], blocks={0: [3]}))
-    states.append(0, 42)
+    states.append(0, [42])
     spans, bad = states.spans(step(2, [(0, 2, 1)]))
     assert not bad
     assert states.batch(spans, [0]).input_ids_T.tolist() == [42]
@@ -85,7 +85,7 @@ def test_a_new_request_takes_nothing_over() -> None:
 def test_a_token_at_the_end_of_the_context_is_not_kept() -> None:
     states = States(SHAPE)
     states.add(request(0, range(SHAPE.max_model_len)))
-    states.append(0, 1)
+    states.append(0, [1, 2])
     assert states.length(0) == SHAPE.max_model_len
 
 

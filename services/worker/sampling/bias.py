@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from services.worker.sampling.feature import Feature
-from services.worker.step import Int32, NewRow
+from services.worker.sampling.feature import Feature, Position
+from services.worker.step import NewRow
 
 
 @dataclass(slots=True, frozen=True)
@@ -27,7 +27,7 @@ class LogitBias(Feature[_Bias]):
         ids = torch.tensor(list(bias), dtype=torch.int64, device=self._device)
         return _Bias(ids, torch.tensor(list(bias.values()), dtype=torch.float32, device=self._device))
 
-    def edit(self, logits_V: torch.Tensor, state: _Bias, tokens: Int32) -> None:
+    def edit(self, logits_V: torch.Tensor, state: _Bias, position: Position) -> None:
         """Adds."""
-        del tokens
+        del position
         logits_V[state.ids] += state.values

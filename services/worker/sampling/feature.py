@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from services.worker.step import Int32, NewRow
 
 RowT = TypeVar("RowT")
+
+
+@dataclass(slots=True, frozen=True)
+class Position:
+    """One position to be sampled. A row with drafts has several in one step, one behind the other."""
+
+    row: int
+    tokens: Int32  # the ids that stand before it, drafts included
+    drafts: int = 0  # how many of the last of them are drafts: they may yet turn out wrong
+    mask: NDArray[np.uint8] | None = None  # grammar mask, lowest bit first; None allows every token
 
 
 class Feature(ABC, Generic[RowT]):
@@ -34,22 +47,22 @@ class Feature(ABC, Generic[RowT]):
         """Whether the request on this row asks for the feature."""
         return row in self._rows
 
-    def apply(self, logits_NV: torch.Tensor, rows: Sequence[int], tokens: Sequence[Int32]) -> None:
-        """Edits the logits of those of the rows that ask; `tokens` are the ids before each."""
+    def apply(self, logits_NV: torch.Tensor, positions: Sequence[Position]) -> None:
+        """Edits the logits of those positions whose rows ask."""
         if not self._rows:
             return
-        for index, row in enumerate(rows):
-            state = self._rows.get(row)
+        for index, position in enumerate(positions):
+            state = self._rows.get(position.row)
             if state is not None:
-                self.edit(logits_NV[index], state, tokens[index])
+                self.edit(logits_NV[index], state, position)
 
     @abstractmethod
     def prepare(self, new: NewRow) -> RowT | None:
         """What the request needs, or None if it does not ask."""
 
     @abstractmethod
-    def edit(self, logits_V: torch.Tensor, state: RowT, tokens: Int32) -> None:
-        """Edits one row's logits in place. The number of tokens is the position to be sampled."""
+    def edit(self, logits_V: torch.Tensor, state: RowT, position: Position) -> None:
+        """Edits the logits of one position in place. What `state` keeps must not depend on drafts."""
 
     def ids(self, values: Sequence[int]) -> torch.Tensor:
         """Token ids as an index."""

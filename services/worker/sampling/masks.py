@@ -1,13 +1,24 @@
-"""Features that forbid: allowed ids, banned sequences, and end ids until min_tokens."""
+"""What forbids: grammar masks, allowed ids, banned sequences, and end ids until min_tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from services.worker.sampling.feature import Feature
-from services.worker.step import Int32, NewRow
+from services.worker.sampling.feature import Feature, Position
+from services.worker.step import NewRow
+
+
+def forbid(logits_NV: torch.Tensor, positions: Sequence[Position]) -> None:
+    """What a position's grammar mask does not allow becomes -inf. A mask comes with its step, not with its row."""
+    for index, position in enumerate(positions):
+        if position.mask is not None:
+            allowed = np.unpackbits(position.mask, count=logits_NV.shape[-1], bitorder="little")
+            forbidden = torch.from_numpy(allowed == 0).to(logits_NV.device)
+            logits_NV[index].masked_fill_(forbidden, -torch.inf)
 
 
 class AllowedIds(Feature[torch.Tensor]):
@@ -17,9 +28,9 @@ class AllowedIds(Feature[torch.Tensor]):
         """The ids."""
         return self.ids(new.sampling.allowed_ids) if new.sampling.allowed_ids else None
 
-    def edit(self, logits_V: torch.Tensor, state: torch.Tensor, tokens: Int32) -> None:
+    def edit(self, logits_V: torch.Tensor, state: torch.Tensor, position: Position) -> None:
         """Everything else becomes -inf."""
-        del tokens
+        del position
         kept = logits_V[state]
         logits_V.fill_(-torch.inf)
         logits_V[state] = kept
@@ -32,10 +43,10 @@ class BannedSequences(Feature[tuple[tuple[int, ...], ...]]):
         """The sequences."""
         return new.sampling.banned_sequences or None
 
-    def edit(self, logits_V: torch.Tensor, state: tuple[tuple[int, ...], ...], tokens: Int32) -> None:
+    def edit(self, logits_V: torch.Tensor, state: tuple[tuple[int, ...], ...], position: Position) -> None:
         """The last id of a sequence becomes -inf where the others stand before it."""
         for *before, last in state:
-            if not before or tokens[-len(before) :].tolist() == before:
+            if not before or position.tokens[-len(before) :].tolist() == before:
                 logits_V[last] = -torch.inf
 
 
@@ -56,7 +67,7 @@ class MinTokens(Feature[_EndIds]):
             return None
         return _EndIds(self.ids(ends), new.prompt_len + params.min_tokens)
 
-    def edit(self, logits_V: torch.Tensor, state: _EndIds, tokens: Int32) -> None:
+    def edit(self, logits_V: torch.Tensor, state: _EndIds, position: Position) -> None:
         """End ids become -inf before that position."""
-        if len(tokens) < state.until:
+        if len(position.tokens) < state.until:
             logits_V[state.ids] = -torch.inf

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.sampling.feature import Feature
+from services.worker.sampling.feature import Feature, Position
 from services.worker.step import Int32, NewRow
 
 
@@ -40,6 +40,17 @@ class _Seen:
             self.known[unknown] = True
             self.ids = np.concatenate((self.ids, unknown.astype(np.int64)))
 
+    def weigh(self, position: Position) -> tuple[NDArray[np.int64], Int32]:
+        """The ids that weigh at a position and how often each stands in the output. Drafts weigh, and are not kept."""
+        known = len(position.tokens) - position.drafts
+        self.count(position.tokens[:known])
+        if not position.drafts:
+            return self.ids, self.counts[self.ids]
+        drafts = position.tokens[known:]
+        unknown = np.unique(drafts[~self.known[drafts]]).astype(np.int64)
+        ids = np.concatenate((self.ids, unknown))
+        return ids, self.counts[ids] + (ids[:, None] == drafts).sum(-1, dtype=np.int32)
+
 
 class Penalties(Feature[_Seen]):
     """All three, because they look at the same tokens."""
@@ -64,11 +75,11 @@ class Penalties(Feature[_Seen]):
             counted=0 if params.repetition_penalty != 1 else new.prompt_len,
         )
 
-    def edit(self, logits_V: torch.Tensor, state: _Seen, tokens: Int32) -> None:
+    def edit(self, logits_V: torch.Tensor, state: _Seen, position: Position) -> None:
         """Counts, then lowers the logits of what was seen."""
-        state.count(tokens)
-        ids = torch.from_numpy(state.ids).to(self._device)
-        counts = torch.from_numpy(state.counts[state.ids]).to(self._device, torch.float32)
+        seen, occurrences = state.weigh(position)
+        ids = torch.from_numpy(seen).to(self._device)
+        counts = torch.from_numpy(occurrences).to(self._device, torch.float32)
         logits = logits_V[ids]
         if state.repetition != 1:
             logits = torch.where(logits > 0, logits / state.repetition, logits * state.repetition)

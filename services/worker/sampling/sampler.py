@@ -1,9 +1,9 @@
-"""Samples one token for each row of a step, in the order that the package's docstring gives.
+"""Samples one token for each position of a step, in the order that the package's docstring gives.
 
-    raw logits ── finite? ── features edit a copy ── greedy: argmax
+    raw logits ── finite? ── masks and features edit a copy ── greedy: argmax
                                                   └─ else: draw
 
-A row that is greedy and asks for no feature costs its share of one argmax over all rows.
+A position that is greedy and has no mask and no feature costs its share of one argmax over all of them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from services.worker.sampling.bias import LogitBias
 from services.worker.sampling.counter import key, signed
 from services.worker.sampling.draw import Cut, Drawing
-from services.worker.sampling.feature import Feature
+from services.worker.sampling.feature import Feature, Position
 from services.worker.sampling.logprobs import candidates
-from services.worker.sampling.masks import AllowedIds, BannedSequences, MinTokens
+from services.worker.sampling.masks import AllowedIds, BannedSequences, MinTokens, forbid
 from services.worker.sampling.penalties import Penalties
-from services.worker.step import ROW_NO_TOKEN, ROW_NOT_FINITE, ROW_OK, Candidate, Int32, NewRow, SamplingParams
+from services.worker.step import ROW_NO_TOKEN, ROW_NOT_FINITE, ROW_OK, Candidate, NewRow, SamplingParams
 
 GREEDY_UP_TO = 1e-4
 """Temperatures up to it are greedy: a token whose logit is 0.001 behind would win once in 20,000 times."""
@@ -29,7 +29,7 @@ GREEDY_UP_TO = 1e-4
 
 @dataclass(slots=True, frozen=True)
 class Sampled:
-    """What one row gave; `token` is None unless the status is ROW_OK."""
+    """What one position gave; `token` is None unless the status is ROW_OK."""
 
     status: int
     token: int | None
@@ -68,61 +68,64 @@ class Sampler:
         """How the tokens of the row are chosen."""
         return self._params[row]
 
-    def sample(self, logits_NV: torch.Tensor, rows: Sequence[int], tokens: Sequence[Int32]) -> list[Sampled]:
-        """One result per row; `tokens` are the ids that stand before the one to be sampled."""
+    def sample(self, logits_NV: torch.Tensor, positions: Sequence[Position]) -> list[Sampled]:
+        """One result per position."""
         best, best_values = _argmax(logits_NV)
         finite = torch.isfinite(best_values).tolist()
         sampled = [
             Sampled(ROW_OK, token) if ok else Sampled(ROW_NOT_FINITE, None)
             for token, ok in zip(best, finite, strict=True)
         ]
-        chosen = [index for index, row in enumerate(rows) if finite[index] and not self._plainly_greedy(row)]
+        chosen = [index for index, place in enumerate(positions) if finite[index] and not self._plainly_greedy(place)]
         if chosen:
-            picked = self._pick(logits_NV[chosen], [rows[i] for i in chosen], [tokens[i] for i in chosen])
+            picked = self._pick(logits_NV[chosen], [positions[index] for index in chosen])
             for index, token in zip(chosen, picked, strict=True):
                 sampled[index] = Sampled(ROW_NO_TOKEN, None) if token is None else Sampled(ROW_OK, token)
-        self._add_logprobs(sampled, logits_NV, rows)
+        self._add_logprobs(sampled, logits_NV, positions)
         return sampled
 
-    def _plainly_greedy(self, row: int) -> bool:
-        greedy = self._params[row].temperature <= GREEDY_UP_TO
-        return greedy and not any(feature.edits(row) for feature in self._features)
+    def _plainly_greedy(self, position: Position) -> bool:
+        if self._params[position.row].temperature > GREEDY_UP_TO or position.mask is not None:
+            return False
+        return not any(feature.edits(position.row) for feature in self._features)
 
-    def _pick(self, logits_NV: torch.Tensor, rows: Sequence[int], tokens: Sequence[Int32]) -> list[int | None]:
-        """Tokens of rows that need more than an argmax of the raw logits; None where nothing may be sampled."""
+    def _pick(self, logits_NV: torch.Tensor, positions: Sequence[Position]) -> list[int | None]:
+        """Tokens of positions that need more than an argmax of the raw logits; None where nothing may be sampled."""
+        forbid(logits_NV, positions)
         for feature in self._features:
-            feature.apply(logits_NV, rows, tokens)
+            feature.apply(logits_NV, positions)
         best, best_values = _argmax(logits_NV)
         possible = (best_values > -torch.inf).tolist()
         picked: list[int | None] = [token if ok else None for token, ok in zip(best, possible, strict=True)]
         cuts = {
-            index: self._cut(row, len(tokens[index]))
-            for index, row in enumerate(rows)
-            if possible[index] and self._params[row].temperature > GREEDY_UP_TO
+            index: self._cut(position)
+            for index, position in enumerate(positions)
+            if possible[index] and self._params[position.row].temperature > GREEDY_UP_TO
         }
         if cuts:
             drawn = list(cuts)
-            few = len(drawn) < len(rows)
+            few = len(drawn) < len(positions)
             logits, values = (logits_NV[drawn], best_values[drawn]) if few else (logits_NV, best_values)
             tokens_drawn = self._drawing.draw(logits, values.unsqueeze(-1), list(cuts.values()))
             for index, token in zip(drawn, tokens_drawn, strict=True):
                 picked[index] = token
         return picked
 
-    def _cut(self, row: int, position: int) -> Cut:
-        params = self._params[row]
+    def _cut(self, position: Position) -> Cut:
+        params = self._params[position.row]
         top_k = params.top_k if params.top_k < self._vocab_size else 0
-        return Cut(signed(key(params.seed, position)), params.temperature, top_k, params.top_p, params.min_p)
+        noise = signed(key(params.seed, len(position.tokens)))
+        return Cut(noise, params.temperature, top_k, params.top_p, params.min_p)
 
-    def _add_logprobs(self, sampled: list[Sampled], logits_NV: torch.Tensor, rows: Sequence[int]) -> None:
+    def _add_logprobs(self, sampled: list[Sampled], logits_NV: torch.Tensor, positions: Sequence[Position]) -> None:
         asked = [
             (index, result.token, top)
             for index, result in enumerate(sampled)
-            if result.token is not None and (top := self._params[rows[index]].logprobs) is not None
+            if result.token is not None and (top := self._params[positions[index].row].logprobs) is not None
         ]
         if asked:
             indices = [index for index, _, _ in asked]
-            raw_NV = logits_NV if len(indices) == len(rows) else logits_NV[indices]
+            raw_NV = logits_NV if len(indices) == len(positions) else logits_NV[indices]
             found = candidates(raw_NV, [token for _, token, _ in asked], [top for _, _, top in asked])
             for index, entries in zip(indices, found, strict=True):
                 sampled[index] = replace(sampled[index], logprobs=entries)

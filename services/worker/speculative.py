@@ -1,0 +1,39 @@
+"""Drafts: what a row with drafts asks of the sampler, and which of its tokens count.
+
+    known ids   p p p o            the forward pass computes o and the drafts
+    drafts              a b c
+    sampled             a b x y    after each of o a b c, by the target's own sampler
+    answer              a b x      left to right while the sampled token is the draft, and the one after
+
+Each position is sampled as it would be without drafts, from the ids that stand before it. So drafts change
+how many tokens a step gives, and never which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.sampling.feature import Position
+from services.worker.sampling.sampler import Sampled
+from services.worker.states import Span, States
+
+
+def positions(states: States, span: Span, masks: NDArray[np.uint8] | None) -> Iterator[Position]:
+    """The positions that a span samples: one, and one more per draft; `masks` has a row for each."""
+    known = span.end - span.drafts
+    for ahead in range(span.drafts + 1):
+        tokens = states.tokens(span.row, known + ahead)
+        yield Position(span.row, tokens, ahead, None if masks is None else masks[ahead])
+
+
+def accept(drafts: Sequence[int], sampled: Sequence[Sampled]) -> list[Sampled]:
+    """The results that count; one without a token stands alone or not at all: its turn comes again."""
+    counted = [sampled[0]]
+    for draft, result in zip(drafts, sampled[1:], strict=True):
+        if counted[-1].token != draft or result.token is None:
+            break
+        counted.append(result)
+    return counted

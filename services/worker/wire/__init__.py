@@ -1,0 +1,44 @@
+"""Protobuf to plain steps and back. Everything that a frame can get wrong is refused here, by column.
+
+A frame whose columns do not fit together is refused as a whole. A request that cannot be served
+(an id outside the vocabulary, a feature that is not built) gets a fault instead: its row fails alone.
+
+steps     a Step into a StepInput
+masks     a StepMasks into the masks of the rows that wait for them
+sampling  SamplingParams
+media     references to media
+results   a StepOutput into a StepResult
+models    the model, its text files and its memory; the shape of the cache
+columns   little-endian bytes into arrays
+"""
+
+from services.worker.wire.masks import decode_masks, waits_for_masks
+from services.worker.wire.models import (
+    decode_shape,
+    load_response,
+    model_info,
+    plan_response,
+    text_file_chunks,
+    text_file_infos,
+)
+from services.worker.wire.results import encode_failed, encode_result, encode_skipped
+from services.worker.wire.sampling import decode_sampling
+from services.worker.wire.steps import Bounds, bounds_of, decode_step
+
+__all__ = [
+    "Bounds",
+    "bounds_of",
+    "decode_masks",
+    "decode_sampling",
+    "decode_shape",
+    "decode_step",
+    "encode_failed",
+    "encode_result",
+    "encode_skipped",
+    "load_response",
+    "model_info",
+    "plan_response",
+    "text_file_chunks",
+    "text_file_infos",
+    "waits_for_masks",
+]

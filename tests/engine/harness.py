@@ -190,7 +190,6 @@ class Harness:
         assert load.running == len(running)
         assert load.free_blocks == len(free)
 
-    def check_idle(self) -> None:
     def check_tables(self) -> None:
         """All groups cover the same blocks of a chain, and a sliding window keeps what later tokens read."""
         for request in self.core.scheduler.running:
@@ -200,6 +199,7 @@ class Harness:
                 oldest = 0 if window is None else max(0, request.num_computed - window + 1)
                 assert table.first <= oldest // self.config.block_size
 
+    def check_idle(self) -> None:
         """What must hold when all is done."""
         load = self.core.load()
         assert (load.running, load.waiting, load.waiting_tokens, load.running_tokens) == (0, 0, 0, 0)

@@ -13,6 +13,7 @@ core             the pure core: submit, abort, schedule, apply
 explain          where a request is and why
 registry         who is known, by gateway, handle and token
 scheduler        what runs in the next step
+cache_events     what becomes of the prefix index, numbered, for those who watch
 kv/              KV blocks: the pool, the prefix index, what a request holds
 encoder_cache    the resource of media: encoder time, and room for what it makes
 prompt_logprobs  the resource of requests that ask for log probabilities of their prompt

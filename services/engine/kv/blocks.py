@@ -176,7 +176,8 @@ class BlockPool:
         group = self._groups[block]
         twins = self._twins[group][name]
         if self._found[group][name] == block:
-            self._found[group][name], _ = twins.popitem()
+            self._found[group][name] = oldest = next(iter(twins))
+            del twins[oldest]
         else:
             del twins[block]
         if not twins:

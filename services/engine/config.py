@@ -22,6 +22,13 @@ class EngineSettings(Settings):
     max_model_len: int | None = knob(None, "longest prompt plus output, in tokens; by default the model's own", ge=1)
     max_n: int = knob(16, "choices of one request at most", ge=1, le=1024)
 
+    speculative: Literal["off", "ngram"] = knob("off", "draft tokens for requests that do not say how many they want")
+    max_speculative_tokens: int = knob(4, "draft tokens of one request in a step at most", ge=0, le=128)
+    ngram_min: int = knob(2, "tokens that must have occurred before, to draft what followed them", ge=1, le=16)
+    ngram_max: int = knob(5, "tokens that are compared to find the best such place", ge=1, le=64)
+    grammar_threads: int = knob(2, "threads that compile grammars", ge=1, le=64)
+    grammar_timeout_s: float = knob(10.0, "a grammar that takes longer to compile fails its request", gt=0)
+
     block_size: int = knob(16, "tokens in one KV block", ge=1, le=1024)
     kv_cache_bytes: int | None = knob(None, "memory for KV blocks; by default what the worker's settings leave", ge=1)
     num_blocks: int | None = knob(None, "KV blocks, where a smaller pool than fits is wanted", ge=1)

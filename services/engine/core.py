@@ -12,8 +12,10 @@ from array import array
 from collections import deque
 from itertools import accumulate
 
-from services.common.errors import DeadlineExceeded, InvalidArgument, TriptychError
+from services.common.errors import DeadlineExceeded, TriptychError
 from services.engine import intake
+from services.engine.blame import find_guilty
+from services.engine.drafts import Drafts
 from services.engine.encoder_cache import EncoderCache
 from services.engine.events import (
     FINISH_ABORT,
@@ -23,27 +25,26 @@ from services.engine.events import (
     Failed,
     LogprobColumns,
     Owner,
-    PromptLogprobs,
     Started,
     StepFailure,
     Tokens,
 )
 from services.engine.explain import explain
+from services.engine.grammar import GrammarGate, failure_of
 from services.engine.kv.manager import KvCache
 from services.engine.limits import CoreConfig
-from services.engine.outcome import LogprobCuts, not_yet_told
+from services.engine.matching import GrammarSource
+from services.engine.outcome import LogprobCuts, row_failure
 from services.engine.plan import (
-    ROW_DROPPED,
-    ROW_NO_TOKEN,
-    ROW_NOT_FINITE,
     ROW_OK,
     STEP_FAILED,
     STEP_OK,
+    StepMasks,
     StepOutcome,
     StepPlan,
 )
-from services.engine.policies import Policy, Priority
-from services.engine.prompt_logprobs import PromptLogprobsFlag
+from services.engine.policies import Policy, make_policy
+from services.engine.prompt_logprobs import PromptLogprobsFlag, tell_prompt_logprobs
 from services.engine.registry import Registry
 from services.engine.report import Counters, Explanation, Load, Preemption
 from services.engine.request import Family, Request, RequestSpec, make_family
@@ -53,16 +54,12 @@ from services.engine.scheduler import Limits, Scheduler
 __all__ = ["CoreConfig", "Counters", "EngineCore", "Explanation", "Load", "Preemption"]
 
 _new = tuple.__new__
-_NO_TOKEN = StepFailure(
-    InvalidArgument("").code_number,
-    "no token is left that may be sampled: allowed_token_ids, bad_words and min_tokens together forbid all",
-)
 
 
 class EngineCore:
     """The one object that knows every request. All calls come from one thread."""
 
-    def __init__(self, config: CoreConfig, policy: Policy | None = None) -> None:
+    def __init__(self, config: CoreConfig, policy: Policy | None = None, grammars: GrammarSource | None = None) -> None:
         self.config = config
         self.counters = Counters()
         self.kv = KvCache(
@@ -76,8 +73,11 @@ class EngineCore:
         )
         largest = max(config.max_num_batched_tokens, self.context_len)
         self.encoder = EncoderCache(config.encoder_budget or largest, config.encoder_cache_size or largest)
-        self._resources: tuple[Resource, ...] = (self.kv, self.encoder, PromptLogprobsFlag())
-        self._policy = policy or Priority()
+        self._grammar = GrammarGate(grammars)
+        self._drafts = Drafts(config, self.counters, spare=self._spare_for_drafts, allowed=self._grammar.allowed)
+        flags = PromptLogprobsFlag()
+        self._resources: tuple[Resource, ...] = (self._drafts, self.kv, self.encoder, flags, self._grammar)
+        self._policy = policy or make_policy(config.policy, config.ageing_s)
         limits = Limits(
             config.max_num_batched_tokens, config.max_num_seqs, config.max_prefill_tokens, config.max_preemptions
         )
@@ -94,6 +94,12 @@ class EngineCore:
         """Longest prompt plus output of one choice: min(model length, KV capacity)."""
         return min(self.config.max_model_len, self.kv.capacity)
 
+    def _spare_for_drafts(self) -> tuple[int, int]:
+        """Half of the tokens that are left when each running request takes one, and the KV blocks likewise."""
+        running = len(self.scheduler.running)
+        blocks = self.kv.available - (0 if self.config.output_reserve_blocks else running)
+        return (self.config.max_num_batched_tokens - running) // 2, blocks
+
     # Taking in
 
     def submit(self, spec: RequestSpec, now: float) -> list[Event]:
@@ -105,12 +111,9 @@ class EngineCore:
         intake.check_media(spec, self.encoder.largest_item)
         self._policy.check(spec)
         self._registry.check_free(spec)
-        if not spec.replay:
-            config, scheduler = self.config, self.scheduler
-            intake.check_limit("choices", spec.n, scheduler.num_waiting, config.max_waiting_requests)
-            prompts = spec.n * len(spec.prompt)
-            intake.check_limit("prompt tokens", prompts, scheduler.waiting_tokens, config.max_waiting_tokens)
+        intake.check_queue(spec, self.config, self.scheduler.num_waiting, self.scheduler.waiting_tokens)
         family = make_family(spec, self.context_len, now, self._arrivals)
+        self._grammar.start(family)
         self._arrivals += spec.n
         self._registry.add(family)
         if spec.deadline_s is not None:
@@ -149,18 +152,15 @@ class EngineCore:
         events: list[Event] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, family = heapq.heappop(self._deadlines)
-            live = list(family.live)
-            if not live or family.admitted is not None:
-                continue
-            for request in live:
-                self._end(request, FINISH_ERROR)
-            late = StepFailure(DeadlineExceeded("").code_number, "the deadline passed while the request waited")
-            events.append(Failed(family.spec.owner, None, late))
+            if family.leader is not None and family.admitted is None:
+                late = StepFailure(DeadlineExceeded("").code_number, "the deadline passed while the request waited")
+                events.append(self._fail_all(family, late))
         return events
 
     def _end(self, request: Request, finish: int) -> None:
         """The one way out: nothing of the request stays in the schedule."""
         request.finish = finish
+        request.ngrams = request.grammar = None  # the other choices of the request may live on for long
         self.scheduler.remove(request)
         self._follow_up(request.family)
 
@@ -169,17 +169,28 @@ class EngineCore:
         leader = family.leader
         if leader is None:
             self._registry.remove(family)
+            self._grammar.forget(family)
             return
         waiting = self.scheduler.waiting
         for request in family.live if family.prompt_applied else (leader,):
             if waiting.parked(request) and all(each.ready(request) for each in self._resources):
                 waiting.add(request)
 
-    def look_again(self, owner: Owner) -> None:
-        """What a parked request was not ready for may be there now."""
-        family = self._registry.find(owner)
-        if family is not None:
-            self._follow_up(family)
+    def take_grammars(self) -> list[Event]:
+        """Lets those into the line whose grammar can be used now, and ends those whose never can."""
+        events: list[Event] = []
+        for family in self._grammar.take_done():
+            failure = failure_of(family)
+            if failure is None:
+                self._follow_up(family)
+            else:
+                events.append(self._fail_all(family, failure))
+        return events
+
+    def _fail_all(self, family: Family, failure: StepFailure) -> Event:
+        for request in list(family.live):
+            self._end(request, FINISH_ERROR)
+        return Failed(family.spec.owner, None, failure)
 
     # Stepping
 
@@ -210,6 +221,12 @@ class EngineCore:
         self._in_flight.append(plan)
         return plan
 
+    def fill_masks(self) -> StepMasks | None:
+        """The masks that the oldest step in flight waits for; once. To be called after `apply` and `schedule`."""
+        if not self._in_flight or not self._in_flight[0].masked:
+            return None
+        return self._grammar.fill(self._in_flight[0])
+
     def take_preemptions(self) -> list[Preemption]:
         """Who was preempted since the last call, and by whom."""
         return self.scheduler.take_preemptions()
@@ -221,8 +238,7 @@ class EngineCore:
         plan = self._in_flight.popleft()
         if outcome.status != STEP_OK:
             return self._step_failed(plan, outcome)
-        events: list[Event] = []
-        self._tell_prompt_logprobs(outcome, events)
+        events: list[Event] = tell_prompt_logprobs(outcome, self.scheduler.rows)
         answers = {epoch: at for at, epoch in enumerate(outcome.epochs)}
         statuses, counts = outcome.row_status, outcome.token_counts.tolist()
         starts = [0, *accumulate(counts)]
@@ -233,13 +249,17 @@ class EngineCore:
                 continue
             at = answers.get(epoch)
             status, count = (ROW_OK, 0) if at is None else (statuses[at], counts[at])
-            if status != ROW_OK or (samples and count == 0):
+            drafted = len(request.draft) if samples else 0
+            if status != ROW_OK or (samples and not 1 <= count <= drafted + 1):
                 self._row_failed(request, status, events)
                 continue
+            if drafted:  # tokens that are not known yet are told of by the next step
+                self._drafts.settle(request, count)
+            there = min(end - drafted - 1 + count, len(request.tokens)) if drafted else end
             for applied in verbs[request].applied:
-                applied(request, end)
+                applied(request, there)
             if not request.family.prompt_applied:
-                self._prompt_progress(request, end, events)
+                self._prompt_progress(request, there, events)
             if at is not None and count:
                 first, stop = starts[at], starts[at + 1]
                 logprobs = cuts.cut(first, stop) if cuts and request.family.spec.logprobs is not None else None
@@ -277,32 +297,17 @@ class EngineCore:
         if finish:
             self._end(request, finish)
         elif request.suspect:
-            request.suspect = False
+            request.suspect, request.deaths = False, 0
             self.scheduler.requeue(request)
-
-    def _tell_prompt_logprobs(self, outcome: StepOutcome, events: list[Event]) -> None:
-        for chunk in outcome.prompt_logprobs:
-            request = self.scheduler.rows[chunk.row]
-            if request is None or request.epoch != chunk.epoch:
-                continue
-            family = request.family
-            part = not_yet_told(chunk, family.prompt_logprobs_sent)
-            if part is not None:
-                first, columns = part
-                family.prompt_logprobs_sent = first + len(columns.counts)
-                events.append(PromptLogprobs(family.spec.owner, first, columns))
 
     # Failing
 
     def _row_failed(self, request: Request, status: int, events: list[Event]) -> None:
-        if status == ROW_DROPPED:
+        failure = row_failure(request, status)
+        if failure is None:
             self.scheduler.requeue(request)
-        elif status == ROW_NOT_FINITE:
-            self._fail(request, "the model gave a number that is not finite", events)
-        elif status == ROW_NO_TOKEN:
-            self._fail(request, _NO_TOKEN, events)
         else:
-            self._fail(request, "the worker gave no result for the request", events)
+            self._fail(request, failure, events)
 
     def _step_failed(self, plan: StepPlan, outcome: StepOutcome) -> list[Event]:
         """Undoes the step. Who ran alone in a failed one is guilty; of several each will run alone."""
@@ -334,19 +339,32 @@ class EngineCore:
         self._end(request, FINISH_ERROR)
         events.append(Failed(spec.owner, request.choice, failure))
 
-    def worker_lost(self) -> None:
-        """Forgets all steps in flight and all KV; everything that ran waits to be sent as new."""
+    def worker_lost(self, blame: bool) -> list[Event]:
+        """Forgets all steps in flight and all KV; everything that ran waits to be sent as new.
+
+        With `blame` the worker died over the oldest step in flight: who is in such a step again and
+        again runs alone, and fails if a worker dies over it alone.
+        """
+        events: list[Event] = []
+        guilty = find_guilty(self._in_flight[0]) if blame and self._in_flight else None
         self._in_flight.clear()
         self.scheduler.worker_lost()
         for resource in self._resources:
             resource.reset()
         self._resync = True
+        if guilty is not None:
+            self._fail(guilty, "workers died over the request", events)
+        return events
+
+    def preempt_all(self) -> None:
+        """Takes all that run back to the waiting line; nobody holds KV then."""
+        for request in reversed(self.scheduler.running.copy()):
+            self.scheduler.requeue(request)
 
     def reset_prefix_cache(self, preempt: bool) -> int:
         """Forgets the cached prefixes that no request holds; the count of blocks that left the index."""
         if preempt:
-            for request in reversed(self.scheduler.running.copy()):
-                self.scheduler.requeue(request)
+            self.preempt_all()
         return self.kv.pool.forget_free()
 
     # Looking in

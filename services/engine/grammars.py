@@ -125,7 +125,7 @@ class Grammars:
     """Compiles for one model. `changed` is called in a thread of the pool whenever something is done."""
 
     def __init__(
-        self, files: Mapping[str, bytes], vocab_size: int, *, threads: int, limit_s: float, changed: Callable[[], None]
+        self, files: Mapping[str, bytes], vocab_size: int, *, threads: int, limit_s: float, changed: Callable[[], object]
     ) -> None:
         self._files = files
         self._vocab_size = vocab_size

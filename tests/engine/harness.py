@@ -11,7 +11,9 @@ from typing import Any
 from services.engine.core import CoreConfig, EngineCore
 from services.engine.events import FINISH_NONE, Event, Failed, Owner, PromptLogprobs, Started, Tokens
 from services.engine.kv.blocks import BlockPool
-from services.engine.plan import StepOutcome, StepPlan
+from services.engine.matching import GrammarSource
+from services.engine.plan import MASKED, StepOutcome, StepPlan
+from services.engine.policies import Policy
 from services.engine.request import RequestSpec
 from tests.engine.fake_worker import VOCABULARY, FakeWorker
 
@@ -68,10 +70,16 @@ class Heard:
 class Harness:
     """A gateway, a loop and a worker around one core."""
 
-    def __init__(self, config: CoreConfig | None = None) -> None:
-        self.core = EngineCore(config or make_config())
+    def __init__(
+        self,
+        config: CoreConfig | None = None,
+        policy: Policy | None = None,
+        grammars: GrammarSource | None = None,
+    ) -> None:
+        self.core = EngineCore(config or make_config(), policy, grammars)
         self.config = self.core.config
         self.worker = FakeWorker(self.config.block_size, self.config.num_blocks, windows=self.config.kv_windows)
+        self.sent: deque[StepPlan] = deque()  # steps that wait for their masks, and what is behind them
         self.outcomes: deque[StepOutcome] = deque()
         self.plans: list[StepPlan] = []
         self.heard: dict[tuple[int, int], Heard] = {}
@@ -95,13 +103,22 @@ class Harness:
         if plan is not None:
             assert plan.total_tokens <= self.config.max_num_batched_tokens
             self.plans.append(plan)
-            self.outcomes.append(self.worker.execute(plan))
+            self.sent.append(plan)
+            self.execute()
         self.check()
         return plan
+
+    def execute(self) -> None:
+        """Lets the worker run what it can: a step with masked rows once all before it have been applied."""
+        masks = self.core.fill_masks()
+        while self.sent and (not any(flag & MASKED for flag in self.sent[0].flags) or masks is not None):
+            self.outcomes.append(self.worker.execute(self.sent.popleft(), masks))
+            masks = None
 
     def apply(self) -> None:
         """Applies the oldest outcome."""
         self.hear(self.core.apply(self.outcomes.popleft()))
+        self.execute()
         self.check()
 
     def turn(self) -> bool:
@@ -126,10 +143,11 @@ class Harness:
         self.hear(self.core.abort(Owner(GATEWAY, handle), choice, reason))
         self.check()
 
-    def lose_worker(self) -> None:
+    def lose_worker(self, blame: bool = False) -> None:
         self.outcomes.clear()
+        self.sent.clear()
         self.worker.lose()
-        self.core.worker_lost()
+        self.hear(self.core.worker_lost(blame))
         self.check()
 
     def hear(self, events: list[Event]) -> None:

@@ -31,6 +31,11 @@ class Arrival:
     entry: Entry
 
     @property
+    def group(self) -> str:
+        """The name that all requests of its entry share; none where it stands alone."""
+        return self.entry.name or "" if self.entry.count > 1 else ""
+
+    @property
     def deadline_ns(self) -> int | None:
         """When it ends if it has not run by then."""
         deadline_ms = self.entry.deadline_ms

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -10,8 +11,8 @@ from services.cli.simulate.spread import Spread
 
 LISTED = 10_000
 """The summary of a run with more requests does not list them one by one."""
-_TENANTS = 1000
-_REASONS = 20
+_GROUPS = 1000
+"""Entries of the file, and tenants, whose figures are kept apart; those of the rest are in the whole."""
 
 
 @dataclass(slots=True)
@@ -49,15 +50,24 @@ class Times:
         }
 
 
+@dataclass(slots=True)
+class Reason:
+    """Why requests were refused or expired, all with one text but for the numbers in it."""
+
+    first: str
+    count: int = 0
+
+
 class Summary(Observer):
     """The figures of a whole run."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens  # of one step
         self.times = Times()
+        self.groups: dict[str, Times] = {}  # by entry of the file
         self.tenants: dict[str, Times] = {}
         self.finishes: Counter[str] = Counter()
-        self.reasons: Counter[str] = Counter()  # of the first refused and expired
+        self.reasons: dict[str, Reason] = {}
         self.steps = self.tokens = self.prefill_tokens = self.embeddings = 0
         self.cached_tokens = self.preemptions = self.full_steps = self.decode_only_steps = 0
         self.peak_running = self.peak_waiting = 0
@@ -87,11 +97,12 @@ class Summary(Observer):
         if live.finish == "length":
             self.times.add(live)
             self.cached_tokens += live.cached_tokens
-            tenant = live.arrival.entry.tenant
-            if tenant in self.tenants or len(self.tenants) < _TENANTS:
-                self.tenants.setdefault(tenant, Times()).add(live)
-        elif live.reason in self.reasons or len(self.reasons) < _REASONS:
-            self.reasons[live.reason] += 1
+            for groups, name in ((self.groups, live.arrival.group), (self.tenants, live.arrival.entry.tenant)):
+                if name and (name in groups or len(groups) < _GROUPS):
+                    groups.setdefault(name, Times()).add(live)
+        else:
+            text = re.sub("[0-9]+", "0", live.reason)
+            self.reasons.setdefault(text, Reason(live.reason)).count += 1
         if self._listed is not None:
             self._listed[live.name] = _line(live)
             if len(self._listed) > LISTED:
@@ -117,7 +128,7 @@ class Summary(Observer):
             "completed": self.finishes["length"],
             "expired": self.finishes["expired"],
             "refused": self.finishes["refused"],
-            "reasons": dict(self.reasons),
+            "reasons": [{"count": reason.count, "first": reason.first} for reason in self.reasons.values()],
             "preemptions": self.preemptions,
             "full_steps": self.full_steps,
             "decode_only_steps": self.decode_only_steps,
@@ -127,11 +138,12 @@ class Summary(Observer):
             "least_free_blocks": self.least_free_blocks,
             **self.times.figures(),
         }
-        if set(self.tenants) - {""}:
-            found["tenants"] = {
-                name: {"completed": times.requests, "output_tokens": times.output_tokens, **times.figures()}
-                for name, times in self.tenants.items()
-            }
+        for key, groups in (("groups", self.groups), ("tenants", self.tenants)):
+            if groups:
+                found[key] = {
+                    name: {"completed": times.requests, "output_tokens": times.output_tokens, **times.figures()}
+                    for name, times in groups.items()
+                }
         found["requests"] = self._listed
         return found
 

@@ -18,6 +18,8 @@ _HEAD, _TAIL = 24, 8
 """Lines of steps that are shown from the beginning and from the end of a run."""
 _NAMES = 7
 """Requests that one line names."""
+_GROUPS = 12
+"""Groups of requests whose times are shown."""
 
 
 @dataclass(slots=True)
@@ -113,8 +115,8 @@ def show(console: Console, title: str, lines: Lines, summary: Summary) -> None:
     console.print(_totals(summary), "")
     if summary.times.requests:
         console.print(_spreads(summary))
-    for reason, count in summary.reasons.most_common():
-        console.print(Text(f"{count:,} × {reason}", style="red"))
+    for reason in summary.reasons.values():
+        console.print(Text(f"{reason.count:,} × {reason.first}", style="red"))
 
 
 def _totals(summary: Summary) -> str:
@@ -139,18 +141,20 @@ def _spreads(summary: Summary) -> Table:
     table.add_column("milliseconds", no_wrap=True)
     for title in ("mean", "p50", "p90", "p99", "max"):
         table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("of", no_wrap=True)
     _add(table, "", summary.times)
-    if set(summary.tenants) - {""}:
-        for name, times in list(summary.tenants.items())[:10]:
-            _add(table, f" of {name or 'no tenant'}", times, short=True)
+    tenants = {f"tenant {name}": times for name, times in summary.tenants.items()}
+    groups = summary.groups if len(summary.groups) > 1 else {}
+    for name, times in [*groups.items(), *tenants.items()][:_GROUPS]:
+        _add(table, name, times)
     return table
 
 
-def _add(table: Table, whose: str, times: Times, short: bool = False) -> None:
+def _add(table: Table, group: str, times: Times) -> None:
     named: list[tuple[str, Spread]] = [("wait", times.wait), ("first token", times.ttft)]
-    if not short:
-        named += [("per token after it", times.tpot), ("in all", times.total)]
-    for name, spread in named:
+    named += [] if group else [("per token after it", times.tpot), ("in all", times.total)]
+    for at, (name, spread) in enumerate(named):
         figures = spread.figures()
         if figures:
-            table.add_row(name + whose, *[f"{value:,.1f}" for value in figures.values()])
+            shown = f"{times.requests:,} {group}" if group and at == 0 else ""
+            table.add_row(name, *[f"{value:,.1f}" for value in figures.values()], shown)

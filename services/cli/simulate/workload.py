@@ -23,8 +23,13 @@ VOCABULARY = (1 << 31) - 1
 DEFAULT_MODEL_LEN = 32_768
 """Longest prompt plus output where a workload names none: no model is there to say it."""
 MOST_REQUESTS = 100_000_000
+MOST_BLOCKS = 1 << 22
 
 _Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\x00-\x1f\x7f]+$")]
+
+
+_NOT_HERE = {"vocab_size", "num_speculative_tokens", "max_speculative_tokens", "ngram_min", "ngram_max"}
+"""What depends on the tokens themselves: prompts and outputs have none here, so no drafts either."""
 
 
 def _limit_fields() -> dict[str, Any]:
@@ -33,7 +38,7 @@ def _limit_fields() -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for each in dataclasses.fields(CoreConfig):
         knob = EngineSettings.model_fields.get(each.name)
-        if each.name == "vocab_size":
+        if each.name in _NOT_HERE:
             continue
         if knob is not None:
             fields[each.name] = (knob.annotation, knob)
@@ -127,6 +132,17 @@ class Workload(Checked):
     requests: Annotated[list[Entry], Field(min_length=1)]
 
     @model_validator(mode="after")
+    def _pool(self) -> Self:
+        """Every block takes memory here too; and a window holds something."""
+        limits = dict(self.limits)
+        if (limits["num_blocks"] or 0) > MOST_BLOCKS:
+            raise ValueError(f"limits.num_blocks: more than {MOST_BLOCKS}")
+        windows = limits["kv_windows"]
+        if not windows or any(window is not None and window < 1 for window in windows):
+            raise ValueError("limits.kv_windows: for each group of layers a number of tokens, or null for all")
+        return self
+
+    @model_validator(mode="after")
     def _names(self) -> Self:
         """No two requests have one name, and there are not too many."""
         numbered: list[tuple[int, int]] = []  # first and last number of requests without a name of their own
@@ -156,9 +172,10 @@ class Workload(Checked):
 
     def core_config(self) -> CoreConfig:
         """The limits as the core takes them; a length and a pool that are not named come to fit each other."""
-        given = {name: value for name, value in self.limits.model_dump().items() if value is not None}
+        given = {name: value for name, value in self.limits if value is not None}
         length = given.setdefault("max_model_len", DEFAULT_MODEL_LEN)
-        given.setdefault("num_blocks", given["max_num_seqs"] * -(-length // given["block_size"]))
+        enough = given["max_num_seqs"] * -(-length // given["block_size"])
+        given.setdefault("num_blocks", min(enough, MOST_BLOCKS))
         return CoreConfig(vocab_size=VOCABULARY, **given)
 
 
@@ -183,7 +200,7 @@ def parse(data: bytes) -> Workload:
     if not isinstance(document, dict):
         raise SettingsError("a workload is a JSON object with the key requests")
     try:
-        return Workload.model_validate(document)
+        return Workload.model_validate_json(data)
     except ValidationError as error:
         raise SettingsError(_first(error)) from None
 

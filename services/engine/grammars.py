@@ -87,7 +87,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self.error is None and self._matcher.is_error():
-            self.error = _first_line(self._matcher.get_error())
+            self.error = _one_line(self._matcher.get_error())
 
 
 class Compiling:
@@ -125,7 +125,13 @@ class Grammars:
     """Compiles for one model. `changed` is called in a thread of the pool whenever something is done."""
 
     def __init__(
-        self, files: Mapping[str, bytes], vocab_size: int, *, threads: int, limit_s: float, changed: Callable[[], object]
+        self,
+        files: Mapping[str, bytes],
+        vocab_size: int,
+        *,
+        threads: int,
+        limit_s: float,
+        changed: Callable[[], object],
     ) -> None:
         self._files = files
         self._vocab_size = vocab_size
@@ -181,7 +187,7 @@ class Grammars:
         )
         matcher.compute_bitmask()  # builds what is built lazily, and finds out that nothing can be said
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
-            raise ValueError(_first_line(matcher.get_error()) or "no text follows it")
+            raise ValueError(_one_line(matcher.get_error()))
         with self._lock:
             self._compiled[key] = matcher
             while len(self._compiled) > KEPT:
@@ -214,6 +220,7 @@ def _grammar(kind: str, text: str) -> str:
     grammar: str
     if kind in {"json_schema", "json_object"}:
         schema = text if kind == "json_schema" else '{"type": "object"}'
+        schema = "{}" if schema.strip() == "true" else schema  # options are for objects only
         grammar = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _WHITESPACE})
     elif kind == "regex":
         grammar = LLMatcher.grammar_from_regex(text)
@@ -224,5 +231,7 @@ def _grammar(kind: str, text: str) -> str:
     return grammar
 
 
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0][:300]
+def _one_line(text: str) -> str:
+    """What the library says, for a client: cut, and without its remarks about itself."""
+    said = " ".join(text.replace("<non-verbose/>", "").split())
+    return "no output can follow it" if said.startswith("NoExtension") else said[:300]

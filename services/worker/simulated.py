@@ -252,6 +252,9 @@ class SimulatedRunner:
         if token is None:
             others = range(self._loaded().vocab_size) if wanted and mask is not None else self._random(row)
             token = next((token for token in others if row.may_sample(token, mask)), None)
+        if token is None and mask is not None:
+            ends = sorted({*row.params.eos_ids, *row.params.stop_ids})
+            token = next((token for token in ends if row.may_sample(token, mask, may_end=True)), None)
         return token
 
     def _vector(self, row: Row) -> tuple[float, ...] | None:

@@ -33,14 +33,17 @@ class Row:
         """Whether the next output token is number `at`, and the request did not come with that many."""
         return at is not None and self.outputs == at and (at == 0 or self.arrived_with < at)
 
-    def may_sample(self, token: int, mask: NDArray[np.uint8] | None) -> bool:
-        """Whether the grammar mask, allowed ids, banned sequences and min_tokens let the token stand here."""
+    def may_sample(self, token: int, mask: NDArray[np.uint8] | None, *, may_end: bool = False) -> bool:
+        """Whether the grammar mask, allowed ids, banned sequences and min_tokens let the token stand here.
+
+        With `may_end`, min_tokens is left out: the grammar allows nothing but an end.
+        """
         params = self.params
         if mask is not None and not mask[token >> 3] >> (token & 7) & 1:
             return False
         if params.allowed_ids and token not in params.allowed_ids:
             return False
-        if self.outputs < params.min_tokens and (token in params.eos_ids or token in params.stop_ids):
+        if not may_end and self.outputs < params.min_tokens and (token in params.eos_ids or token in params.stop_ids):
             return False
         for sequence in params.banned_sequences:
             *before, last = sequence

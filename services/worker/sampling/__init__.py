@@ -1,7 +1,8 @@
 """From logits to tokens: a pure function of (logits, parameters, seed, position).
 
 Order of operations: grammar mask, allowed and banned ids, min-tokens, logit bias, penalties,
-temperature, min-p, top-k, top-p, Gumbel-max. Log probabilities come from the logits before all of it.
+temperature, min-p, top-k, top-p, Gumbel-max. Where a grammar allows nothing but an end, min-tokens
+forbids none. Log probabilities come from the logits before all of it.
 
 sampler      the order, and which positions need which part of it
 draw         temperature to Gumbel-max, for many positions at once

@@ -68,6 +68,10 @@ class MinTokens(Feature[_EndIds]):
         return _EndIds(self.ids(ends), new.prompt_len + params.min_tokens)
 
     def edit(self, logits_V: torch.Tensor, state: _EndIds, position: Position) -> None:
-        """End ids become -inf before that position."""
-        if len(position.tokens) < state.until:
-            logits_V[state.ids] = -torch.inf
+        """End ids become -inf before that position, unless a grammar allows nothing else: then the text has ended."""
+        if len(position.tokens) >= state.until:
+            return
+        kept = logits_V[state.ids]
+        logits_V[state.ids] = -torch.inf
+        if position.mask is not None and not bool((logits_V > -torch.inf).any()):
+            logits_V[state.ids] = kept

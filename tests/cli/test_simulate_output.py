@@ -20,6 +20,7 @@ from services.cli import __main__
 from services.cli.figures import percentile
 from services.cli.simulate import spread, summary
 from services.cli.simulate.plot import Columns, ticks
+from services.engine.core import EngineCore
 
 CROWD = {
     "description": "A crowd & a <small> pool",
@@ -239,3 +240,16 @@ def test_columns_halve_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_ticks_are_round(most: float, count: int, expected: list[float]) -> None:
     assert ticks(most, count) == expected
+
+
+def test_a_run_that_gets_stuck_shows_what_it_came_to(
+    crowd: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = EngineCore.schedule
+    monkeypatch.setattr(EngineCore, "schedule", lambda core, now: schedule(core, now) if now < 0.05 else None)
+    trace = tmp_path / "trace.json"
+    assert __main__.main(["simulate", crowd, "--json", f"--trace={trace}"]) == 1
+    said = capsys.readouterr()
+    assert "waits for ever" in said.err
+    assert json.loads(said.out)["summary"]["steps"] == len(json.loads(said.out)["steps"]) > 0
+    assert json.loads(trace.read_text())["traceEvents"]

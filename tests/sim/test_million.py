@@ -22,7 +22,7 @@ from services.cli.simulate.document import Document
 from services.cli.simulate.observer import Observer
 from services.cli.simulate.plot import Plot
 from services.cli.simulate.summary import Summary
-from services.cli.simulate.table import Lines
+from services.cli.simulate.table import Table
 from services.cli.simulate.trace import Trace
 from pathlib import Path
 
@@ -39,7 +39,7 @@ given = workload.parse(sys.stdin.buffer.read())
 config = given.core_config()
 summary, memory = Summary(config.max_num_batched_tokens), Memory(given.requests[0].count // 10)
 nowhere = open("/dev/null", "w")
-others = [Document(nowhere), Trace(nowhere), Plot(Path("p.svg"), "", config), Lines()]
+others = [Document(nowhere, summary), Trace(nowhere), Plot(Path("p.svg"), "", config, summary), Table("", summary)]
 simulation = Simulation(given, [summary, memory, *(others if sys.argv[1] == "all" else [])])
 simulation.run()
 core = simulation.core

@@ -8,19 +8,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import ClassVar, TextIO
 
-from rich.console import Console
-
-from services.cli.simulate import table
 from services.cli.simulate.clock import Simulation, Stuck
 from services.cli.simulate.document import Document
 from services.cli.simulate.observer import Observer
 from services.cli.simulate.plot import Plot
 from services.cli.simulate.summary import Summary
+from services.cli.simulate.table import Table
 from services.cli.simulate.trace import Trace
 from services.cli.simulate.workload import Workload, read
 from services.common.settings import Settings, SettingsError, build_parser, knob
-
-_PLAIN_WIDTH = 140
 
 
 class SimulateSettings(Settings):
@@ -56,26 +52,17 @@ def simulate(workload: Workload, settings: SimulateSettings, title: str) -> None
     config = workload.core_config()
     if settings.static is not None and settings.static > config.max_num_seqs:
         raise SettingsError(f"--static: {settings.static} is more than max_num_seqs, {config.max_num_seqs}")
-    with ExitStack() as stack:
-        summary = Summary(config.max_num_batched_tokens)
-        observers: list[Observer] = [summary]
-        if settings.trace:
-            trace = Trace(stack.enter_context(_opened(settings.trace, "--trace")))
-            stack.callback(trace.close)
-            observers.append(trace)
-        if settings.plot:
-            plot = Plot(settings.plot, title, config)
-            observers.append(plot)
-        told = Document(sys.stdout) if settings.json_document else table.Lines()
-        observers.append(told)
-        Simulation(workload, observers, settings.static).run()
-        if isinstance(told, Document):
-            told.close(summary)
-        else:
-            width = None if sys.stdout.isatty() else _PLAIN_WIDTH
-            table.show(Console(width=width, highlight=False), title, told, summary)
-        if settings.plot:
-            plot.write(summary)
+    summary = Summary(config.max_num_batched_tokens)
+    plots = [Plot(settings.plot, title, config, summary)] if settings.plot else []
+    with ExitStack() as files:
+        traces = [Trace(files.enter_context(_opened(settings.trace, "--trace")))] if settings.trace else []
+        told = Document(sys.stdout, summary) if settings.json_document else Table(title, summary)
+        observers: list[Observer] = [summary, told, *plots, *traces]
+        try:
+            Simulation(workload, observers, settings.static).run()
+        finally:
+            for observer in observers:
+                observer.close()
 
 
 def _opened(path: Path, option: str) -> TextIO:

@@ -12,8 +12,9 @@ from services.cli.simulate.summary import Summary
 class Document(Observer):
     """`{"steps": […], "summary": {…}}`, one step a line."""
 
-    def __init__(self, out: TextIO) -> None:
+    def __init__(self, out: TextIO, summary: Summary) -> None:
         self._out = out
+        self._summary = summary
         self._before = '{"steps": ['
 
     def step(self, step: Step) -> None:
@@ -21,8 +22,8 @@ class Document(Observer):
         self._out.write(f"{self._before}\n{json.dumps(step.as_json())}")
         self._before = ","
 
-    def close(self, summary: Summary) -> None:
+    def close(self) -> None:
         """Writes the summary."""
         opening = self._before if self._before != "," else ""
-        self._out.write(f'{opening}\n], "summary": {json.dumps(summary.as_json())}}}\n')
+        self._out.write(f'{opening}\n], "summary": {json.dumps(self._summary.as_json())}}}\n')
         self._out.flush()

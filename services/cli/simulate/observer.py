@@ -81,3 +81,6 @@ class Observer:
 
     def ended(self, live: Live) -> None:
         """A request has its last token, or will never get one."""
+
+    def close(self) -> None:
+        """The run is over, by itself or not: tells what was seen."""

@@ -79,9 +79,9 @@ class Panel(NamedTuple):
 class Plot(Observer):
     """Collects the columns while the run goes on, and draws them at its end."""
 
-    def __init__(self, path: Path, title: str, config: CoreConfig) -> None:
+    def __init__(self, path: Path, title: str, config: CoreConfig, summary: Summary) -> None:
         check_target(path, "--plot")
-        self._path, self._title, self._config = path, title, config
+        self._path, self._title, self._config, self._summary = path, title, config, summary
         self._columns = Columns(8)
 
     def step(self, step: Step) -> None:
@@ -94,12 +94,12 @@ class Plot(Observer):
         rows = (work.decode_rows, prefill_rows, step.running, len(step.preempted))
         self._columns.add((*tokens, *rows, step.waiting, used))
 
-    def write(self, summary: Summary) -> None:
+    def close(self) -> None:
         """Draws the picture and writes it."""
-        self._draw(summary).write(self._path)
+        self._draw().write(self._path)
 
-    def _draw(self, summary: Summary) -> Canvas:
-        columns, config = self._columns, self._config
+    def _draw(self) -> Canvas:
+        columns, config, summary = self._columns, self._config, self._summary
         columns.flush()
         decode, prefill, decode_rows, prefill_rows, running, preempted, waiting, used = columns.values
         places = max(1, len(decode))
@@ -165,7 +165,7 @@ def _frame(canvas: Canvas, panel: Panel, name: str, legend: Sequence[tuple[str, 
         canvas.box(x, panel.top - 21.5, 10, 10, colour)
         canvas.label((x + 15, panel.top - 12), text, _MUTED)
         x += _legend_width(text)
-    for value in ticks(panel.most, max(2, int(panel.height / 38))):
+    for value in ticks(panel.most, max(3, int(panel.height / 38))):
         y = panel.y(value)
         canvas.line([(_LEFT, y), (_WIDTH - _RIGHT, y)], _MUTED if value == 0 else _GRID)
         canvas.label((_LEFT - 9, y + 4), f"{value:,.0f}", _MUTED, size=11.5, anchor="end")

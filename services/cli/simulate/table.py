@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from dataclasses import dataclass
 from itertools import groupby
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as Grid
 from rich.text import Text
 
 from services.cli.simulate.observer import Observer, Step
 from services.cli.simulate.spread import Spread
 from services.cli.simulate.summary import Summary, Times
 
+_PLAIN_WIDTH = 140
+"""Columns where the output is no terminal."""
 _HEAD, _TAIL = 24, 8
 """Lines of steps that are shown from the beginning and from the end of a run."""
 _NAMES = 7
@@ -40,10 +43,11 @@ class Line:
         )
 
 
-class Lines(Observer):
-    """Keeps the first lines and the last ones."""
+class Table(Observer):
+    """Keeps the first lines of steps and the last ones, and prints them."""
 
-    def __init__(self) -> None:
+    def __init__(self, title: str, summary: Summary) -> None:
+        self._title, self._summary = title, summary
         self._head: list[Line] = []
         self._tail: deque[Line] = deque(maxlen=_TAIL)
         self._left_out = 0
@@ -59,9 +63,15 @@ class Lines(Observer):
             self._left_out += len(self._tail) == _TAIL
             self._tail.append(Line(step, step))
 
-    def table(self) -> Table:
-        """The lines."""
-        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    def close(self) -> None:
+        """Prints the lines and the figures."""
+        console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
+        console.print(Text(self._title, style="bold"), "", sep="\n")
+        console.print(self._lines(), "")
+        _print_figures(console, self._summary)
+
+    def _lines(self) -> Grid:
+        table = Grid(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
         for title in ("step", "ms", "tokens", "prefill", "decode", "running", "waiting", "free"):
             table.add_column(title, justify="right", no_wrap=True)
         table.add_column("scheduled", overflow="fold", ratio=1)
@@ -107,11 +117,7 @@ def _who(step: Step) -> Text:
     return text
 
 
-def show(console: Console, title: str, lines: Lines, summary: Summary) -> None:
-    """Prints everything."""
-    if title:
-        console.print(Text(title, style="bold"), "", sep="\n")
-    console.print(lines.table(), "")
+def _print_figures(console: Console, summary: Summary) -> None:
     console.print(_totals(summary), "")
     if summary.times.requests:
         console.print(_spreads(summary))
@@ -136,21 +142,22 @@ def _totals(summary: Summary) -> str:
     return "\n".join([" · ".join(work), " · ".join(ended), " · ".join(more)])
 
 
-def _spreads(summary: Summary) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+def _spreads(summary: Summary) -> Grid:
+    table = Grid(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("milliseconds", no_wrap=True)
     for title in ("mean", "p50", "p90", "p99", "max"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("of", no_wrap=True)
     _add(table, "", summary.times)
-    tenants = {f"tenant {name}": times for name, times in summary.tenants.items()}
     groups = summary.groups if len(summary.groups) > 1 else {}
+    apart = summary.tenants.keys() != groups.keys()  # often each tenant is one entry of its name
+    tenants = {f"tenant {name}": times for name, times in summary.tenants.items() if apart}
     for name, times in [*groups.items(), *tenants.items()][:_GROUPS]:
         _add(table, name, times)
     return table
 
 
-def _add(table: Table, group: str, times: Times) -> None:
+def _add(table: Grid, group: str, times: Times) -> None:
     named: list[tuple[str, Spread]] = [("wait", times.wait), ("first token", times.ttft)]
     named += [] if group else [("per token after it", times.tpot), ("in all", times.total)]
     for at, (name, spread) in enumerate(named):

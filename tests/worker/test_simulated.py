@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
-from services.common.errors import InvalidArgument
+from services.common.errors import FailedPrecondition, InvalidArgument
 from services.worker.script import parse_script
 from services.worker.simulated import Cost, SimulatedRunner
 from services.worker.step import (
+    MASKED,
     POOLS,
     PROMPT_LOGPROBS,
+    ROW_DROPPED,
+    ROW_FAILED,
     ROW_NO_TOKEN,
     ROW_NOT_FINITE,
     ROW_OK,
     SAMPLES,
+    MediaItem,
     NewRow,
     Pooled,
     RowResult,
     StepFailed,
 )
-from services.worker.toy_text import toy_text_files
-from tests.worker.columns import SHAPE, request, run, step
+from services.worker.toy_text import VOCAB_SIZE, toy_text_files
+from tests.worker.columns import SHAPE, ints, packed, request, run, step
 
 EOS = 258
 
@@ -214,6 +219,138 @@ class TestTextFolder:
         for path, message in ((tmp_path / "no", "export-text"), (tmp_path, "tokenizer.json")):
             with pytest.raises(InvalidArgument, match=message):
                 SimulatedRunner("", Cost(), 64).load(str(path), None)
+
+
+class TestDrafts:
+    def test_accepted_while_they_are_what_would_be_answered(self, tmp_path: Path) -> None:
+        made = runner(tmp_path, {"otherwise": {"text": "hello"}})
+        run(made, step(0, [(0, 0, 2)], [request(0, b"xx", logprobs=1, eos_ids=(EOS,))]))
+        (result,) = run(made, step(1, [(0, 2, 4)], drafts={0: b"elp"})).results
+        assert bytes(result.token_ids) == b"ell"
+        assert [entries[0].token_id for entries in result.logprobs] == [*b"ell"]
+        (result,) = run(made, step(2, [(0, 5, 4)], drafts={0: [ord("o"), EOS, EOS]})).results
+        assert result.token_ids == (ord("o"), EOS, EOS, EOS)
+
+    @pytest.mark.parametrize("sampling", [{"seed": 3}, {"temperature": 0}, {"seed": 3, "allowed_ids": (65, 66, 67)}])
+    def test_random_answers_are_the_same(self, sampling: dict[str, Any]) -> None:
+        right = answer(runner(), count=9, **sampling)
+        made = runner()
+        run(made, step(0, [(0, 0, 2)], [request(0, b"hi", eos_ids=(EOS,), **sampling)]))
+        first = run(made, step(1, [(0, 2, 4)], drafts={0: right[1:4]})).results[0].token_ids
+        second = run(made, step(2, [(0, 6, 3)], drafts={0: [right[5], right[6] + 1]})).results[0].token_ids
+        assert [*first, *second] == right[1:7]
+
+    def test_a_fault_waits_for_the_step_that_samples_its_token_first(self, tmp_path: Path) -> None:
+        made = runner(tmp_path, {"otherwise": {"text": "abcd", "fail_at": 2, "times": 1}})
+        run(made, step(0, [(0, 0, 1)], [request(0, b"x")]))
+        assert bytes(run(made, step(1, [(0, 1, 4)], drafts={0: b"bcd"})).results[0].token_ids) == b"b"
+        with pytest.raises(StepFailed):
+            run(made, step(2, [(0, 2, 3)], drafts={0: b"cd"}))
+
+    def test_what_does_not_fit_the_known_ids_fails_by_name(self) -> None:
+        made = runner()
+        run(made, step(0, [(0, 0, 3)], [request(0, b"abc")]))
+        for computed, count in ((2, 3), (4, 3)):
+            (result,) = run(made, step(1, [(0, computed, count)], drafts={0: b"xy"})).results
+            assert result.status == ROW_FAILED
+            assert "with 2 drafts do not fit 4 known ids" in (result.fault or "")
+
+
+class TestMasks:
+    def test_a_forbidden_token_becomes_the_lowest_allowed(self, tmp_path: Path) -> None:
+        made = runner(tmp_path, {"otherwise": {"text": "abc"}})
+        flags = [SAMPLES | MASKED]
+        given = packed(b"zq", vocab_size=VOCAB_SIZE)
+        output = run(made, step(0, [(0, 0, 1)], [request(0, b"x")], flags=flags), lambda: {0: given})
+        assert output.results[0].token_ids == (ord("q"),)
+        following = packed(b"yb", b"d", b"", vocab_size=VOCAB_SIZE)
+        output = run(made, step(1, [(0, 1, 3)], flags=flags, drafts={0: b"bd"}), lambda: {0: following})
+        assert bytes(output.results[0].token_ids) == b"bd"
+        output = run(made, step(2, [(0, 3, 1)], flags=flags), lambda: {0: following[2:]})
+        assert output.results[0].status == ROW_NO_TOKEN
+        output = run(made, step(3, [(0, 3, 1)], flags=flags), lambda: {0: None})
+        assert (output.results[0].status, output.results[0].token_ids) == (ROW_DROPPED, ())
+
+    def test_random_answers_stay_random(self) -> None:
+        letters = [*range(ord("a"), ord("z") + 1)]
+        made = runner()
+        given = packed(letters, vocab_size=VOCAB_SIZE)
+        seen: list[int] = []
+        for number in range(20):
+            new = [] if number else [request(0, b"hi", seed=2)]
+            listed = [(0, number + 1, 1)] if number else [(0, 0, 2)]
+            output = run(made, step(number, listed, new, flags=[SAMPLES | MASKED]), lambda: {0: given})
+            seen += output.results[0].token_ids
+        assert set(seen) <= set(letters)
+        assert len(set(seen)) > 5
+
+    def test_an_end_that_the_grammar_asks_for_is_not_early(self, tmp_path: Path) -> None:
+        made = runner(tmp_path, {"otherwise": {"text": "abc"}})
+        new = request(0, b"x", eos_ids=(EOS,), min_tokens=5)
+        given = packed([EOS], vocab_size=VOCAB_SIZE)
+        output = run(made, step(0, [(0, 0, 1)], [new], flags=[SAMPLES | MASKED]), lambda: {0: given})
+        assert output.results[0].token_ids == (EOS,)
+
+
+class TestMedia:
+    def test_an_item_is_read_only_while_it_is_encoded(self) -> None:
+        made = runner()
+        one, two = (MediaItem(bytes([number]) * 32, "image", offset, 2, 2) for number, offset in ((1, 1), (2, 4)))
+        new = replace(request(0, b"abcdefgh"), media=(one, two))
+
+        def computed(start: int, count: int, **media: Any) -> list[tuple[int, str | None]]:
+            flags = [SAMPLES if start + count == 8 else 0]
+            given = step(0, [(0, start, count)], [new] if start == 0 else (), flags=flags, **media)
+            return [(result.status, result.fault) for result in run(made, given).results]
+
+        def missing(item: MediaItem) -> list[tuple[int, str | None]]:
+            return [(ROW_FAILED, f"image {item.hash.hex()} at position {item.offset} is not encoded on this worker")]
+
+        assert computed(0, 1) == []
+        assert computed(1, 2) == missing(one)
+        assert computed(1, 3, media=[one]) == []
+        assert computed(4, 2, dropped=[one.hash], media=[two]) == []
+        assert computed(6, 2, dropped=[two.hash]) == [(ROW_OK, None)]
+        assert computed(0, 8, media=[two]) == missing(one)
+        made.reset()
+        assert computed(0, 1) == []
+        assert computed(5, 1) == missing(two)
+
+
+class TestKvGroups:
+    def made(self) -> SimulatedRunner:
+        made = SimulatedRunner("", Cost(), SHAPE.max_model_len, kv_windows=[None, 8])
+        loaded = made.load("", None)
+        assert [group.sliding_window for group in loaded.kv_groups] == [None, 8]
+        assert [group.bytes_per_token for group in loaded.kv_groups] == [1024, 1024]
+        return made
+
+    def test_every_group_needs_its_blocks(self) -> None:
+        made = self.made()
+        made.init_cache(SHAPE)
+        given = step(0, [(0, 0, 6), (1, 0, 6)], [request(0, b"abcdef"), request(1, b"abcdef")], blocks={})
+        counted = replace(given, block_counts=ints(2, 2, 2, 1), block_ids=ints(*range(7)))
+        good, bad = run(made, counted).results
+        assert good.status == ROW_OK
+        assert (bad.status, bad.fault) == (ROW_FAILED, "tokens up to 6 do not fit into 1 blocks of KV group 1")
+
+    def test_the_plan_asks_for_the_blocks_of_one_request_in_all_groups(self) -> None:
+        """A context of 64 in blocks of 4; a window of 8 and a step of 12 tokens hold 6 blocks at most."""
+        made = self.made()
+        shape = replace(SHAPE, max_num_batched_tokens=12)
+        assert made.plan_memory(shape, 22 * 4096).num_blocks == 22
+        with pytest.raises(FailedPrecondition, match="needs 22 blocks"):
+            made.plan_memory(shape, 21 * 4096)
+
+
+def test_sleep_counts_the_blocks_and_the_script_goes_on(tmp_path: Path) -> None:
+    made = runner(tmp_path, {"requests": [{"text": "one"}, {"text": "two"}]})
+    assert answer(made, b"x", count=1) == [*b"o"]
+    assert made.sleep(2) == SHAPE.num_blocks * SHAPE.block_size * 1024
+    assert made.sleep(2) == 0
+    made.load("", None)
+    made.init_cache(SHAPE)
+    assert answer(made, b"y", count=1) == [*b"t"]
 
 
 def test_the_cost_model() -> None:

@@ -18,6 +18,7 @@ from services.worker.step import (
     POOLS,
     ROW_OK,
     Candidate,
+    MediaItem,
     Pooled,
     PromptLogprobs,
     RowResult,
@@ -128,6 +129,12 @@ def put(name: str, value: Any) -> Change:
         ("block_id_i32le", put("block_id_i32le", pack(0, 1, 2, 3, -1))),
         ("freed_row_i32le", put("freed_row_i32le", pack(99))),
         ("draft_count_i32le", put("draft_count_i32le", b"\1")),
+        ("draft_count_i32le", put("draft_count_i32le", pack(0))),
+        ("draft_count_i32le", put("draft_count_i32le", pack(0, -1))),
+        ("draft_count_i32le", put("draft_count_i32le", pack(0, 1))),
+        ("draft_count_i32le", put("draft_count_i32le", pack(3, 0))),
+        ("draft_count_i32le", put("draft_id_i32le", pack(1))),
+        ("draft_id_i32le", put("draft_count_i32le", pack(2, 0))),
         ("new_rows", lambda message: message.new_rows.add(row=99)),
         ("new_rows.row", lambda message: message.new_rows.append(message.new_rows[0])),
         ("new_rows.prompt_len", lambda message: setattr(message.new_rows[0], "prompt_len", 0)),
@@ -197,6 +204,96 @@ def test_ids_outside_the_vocabulary_and_media_are_faults() -> None:
     message = frame(1, [(0, 0, 1)], [new_row(0, [1])])
     message.new_rows[0].media.add(modality="image")
     assert "media" in (wire.decode_step(message, BOUNDS).new_rows[0].fault or "")
+
+
+DRAFTED = {"draft_count_i32le": pack(2, 0, 1), "draft_id_i32le": pack(7, 99, 8)}
+
+
+def drafted(**changes: Any) -> Any:
+    message = frame(1, [(2, 9, 3), (0, 9, 1), (1, 9, 2)])
+    for name, value in (DRAFTED | changes).items():
+        setattr(message, name, value)
+    return message
+
+
+def test_drafts() -> None:
+    decoded = wire.decode_step(drafted(), BOUNDS)
+    assert decoded.draft_counts.tolist() == [2, 0, 1]
+    assert decoded.draft_ids.tolist() == [7, 99, 8]
+    without = wire.decode_step(drafted(draft_count_i32le=pack(0, 0, 0), draft_id_i32le=b""), BOUNDS)
+    assert len(without.draft_counts) == len(without.draft_ids) == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("draft_id_i32le", {"draft_id_i32le": pack(7, 100, 8)}),
+        ("draft_id_i32le", {"draft_id_i32le": pack(7, -1, 8)}),
+        ("draft_id_i32le", {"draft_id_i32le": pack(7, 9)}),
+        ("draft_id_i32le", {"draft_id_i32le": pack(7, 9, 8, 8)}),
+        ("draft_count_i32le", {"draft_count_i32le": pack(2, 1, 0)}),
+        ("draft_count_i32le", {"flags_u8": b"\1\1\0"}),
+        ("num_computed_i32le", {"num_computed_i32le": pack(SHAPE.max_model_len - 2, 9, 9)}),
+    ],
+)
+def test_drafts_that_do_not_fit_are_named(field: str, changes: dict[str, bytes]) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        wire.decode_step(drafted(**changes), BOUNDS)
+    assert caught.value.field == field
+
+
+def test_some_rows_of_a_step() -> None:
+    message = drafted(first_writable_i32le=pack(1, 2, 3), block_count_i32le=pack(1, 0, 0, 2, 0, 1), flags_u8=b"\1\0\1")
+    message.block_id_i32le = pack(11, 12, 13, 14)
+    some = wire.decode_step(message, replace(BOUNDS, kv_groups=2)).only(np.array([True, False, True]))
+    assert (some.rows.tolist(), some.num_tokens.tolist(), some.num_computed.tolist()) == ([2, 1], [3, 2], [9, 9])
+    assert (some.flags.tolist(), some.first_writable.tolist()) == ([1, 1], [1, 3])
+    assert (some.block_counts.tolist(), some.block_ids.tolist()) == ([1, 0, 0, 1], [11, 14])
+    assert (some.draft_counts.tolist(), some.draft_ids.tolist()) == ([2, 1], [7, 99, 8])
+    plain = wire.decode_step(frame(1, [(2, 9, 3), (0, 9, 1)]), BOUNDS).only(np.array([False, True]))
+    assert (plain.rows.tolist(), plain.draft_counts.tolist(), plain.draft_ids.tolist()) == ([0], [], [])
+
+
+MEDIA = replace(BOUNDS, media=True)
+ITEM: dict[str, Any] = {"hash": b"h" * 32, "modality": "image", "offset": 1, "length": 3, "embeddings": 2}
+
+
+def test_media() -> None:
+    message = frame(1, [(0, 0, 2)], [new_row(0, [4, 5, 6, 7, 8, 9])])
+    message.new_rows[0].media.add(**ITEM)
+    message.new_rows[0].media.add(**{**ITEM, "offset": 4, "length": 2})
+    message.encode.add(media=common_pb2.MediaRef(**ITEM), source="127.0.0.1:9")
+    message.dropped_media.append(b"x" * 32)
+    decoded = wire.decode_step(message, MEDIA)
+    item = MediaItem(b"h" * 32, "image", 1, 3, 2)
+    assert (decoded.encode, decoded.dropped_media) == ((item,), (b"x" * 32,))
+    assert decoded.new_rows[0].media == (item, replace(item, offset=4, length=2))
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("dropped_media", lambda message: message.dropped_media.append(b"x" * 31)),
+        ("encode.media.hash", lambda message: message.encode.add(media=common_pb2.MediaRef(**{**ITEM, "hash": b""}))),
+        ("encode.media", lambda message: message.encode.add(media=common_pb2.MediaRef(**{**ITEM, "embeddings": 4}))),
+        ("encode.media", lambda message: message.encode.add()),
+    ],
+)
+def test_malformed_media_are_named(field: str, change: Change) -> None:
+    message = frame(1, [(0, 0, 1)], [new_row(0, [4])])
+    change(message)
+    with pytest.raises(InvalidArgument) as caught:
+        wire.decode_step(message, MEDIA)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("offsets", [(3,), (1, 3), (2, 0)])
+def test_media_that_do_not_lie_in_the_prompt_one_after_another_are_a_fault(offsets: tuple[int, ...]) -> None:
+    message = frame(1, [(0, 0, 2)], [new_row(0, [4, 5, 6, 7, 8, 9], prompt_len=5)])
+    for offset in offsets:
+        message.new_rows[0].media.add(**{**ITEM, "offset": offset})
+    (new,) = wire.decode_step(message, MEDIA).new_rows
+    assert "media at" in (new.fault or "")
 
 
 def test_results() -> None:

@@ -2,15 +2,18 @@
 and imports neither torch nor numpy. Its rooms, top first; imports go strictly down:
 
 __main__         the process: wiring, readiness, the orderly end
-service          EngineService over gRPC: a stream per gateway, and the operator's calls
+service/         EngineService over gRPC: a stream per gateway, the operator's calls, the watches
+control          pause, sleep, drain, and back
 loop             take in, schedule, execute, apply, emit
 workers          the worker group: made to stand, driven, lost, made to stand again
-wire             protobuf to plain data and back
+wire/            protobuf to plain data and back
 sessions         what each gateway has been told, and what it has yet to be told
+journal          what the log says of requests
 records          what came of each accepted request
 metrics          Prometheus series under the names that dashboards know
 core             the pure core: submit, abort, schedule, apply
 explain          where a request is and why
+blame            whom to suspect when a worker died over a step
 registry         who is known, by gateway, handle and token
 scheduler        what runs in the next step
 cache_events     what becomes of the prefix index, numbered, for those who watch

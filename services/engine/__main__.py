@@ -18,10 +18,13 @@ from services.common.metrics import Scrape
 from services.common.server import Server, tune_interpreter, wait_for_signal
 from services.common.settings import SettingsError
 from services.engine.config import EngineSettings
+from services.engine.control import Control
 from services.engine.core import EngineCore
+from services.engine.grammars import Grammars
 from services.engine.loop import EngineLoop, core_config
 from services.engine.metrics import EngineMetrics
 from services.engine.service import EngineService
+from services.engine.standing import Standing
 from services.engine.workers import WorkerGroup
 
 SERVICE = "triptych.v1.EngineService"
@@ -41,6 +44,7 @@ class Engine:
         self.service = EngineService(settings, self.workers, incarnation, version)
         self.server = Server([settings.listen])
         self.loop: EngineLoop | None = None
+        self._grammars: Grammars | None = None
         self._ready = False
         self.service.register(self.server)
 
@@ -51,14 +55,33 @@ class Engine:
         watch = asyncio.create_task(self._watch_readiness())
         try:
             standing = await self.workers.stand(None)
-            core = EngineCore(core_config(self.settings, standing))
             engine_metrics = EngineMetrics(self.registry, standing.model.name, self.settings.name)
             engine_metrics.cache_config(standing, self.settings.enable_prefix_caching)
-            self.loop = EngineLoop(self.settings, self.workers, standing, core, engine_metrics)
-            self.service.open(self.loop)
-            await self.loop.run()
+            config = core_config(self.settings, standing)
+            grammars = self._grammars = self._make_grammars(standing)
+            loop = EngineLoop(
+                self.settings,
+                self.workers,
+                standing,
+                lambda: EngineCore(config, grammars=grammars),
+                engine_metrics,
+            )
+            engine_metrics.silence(lambda: loop.silence_s)
+            self.service.open(loop, Control(loop, self.workers))
+            self.loop = loop
+            await loop.run()
         finally:
             watch.cancel()
+
+    def _make_grammars(self, standing: Standing) -> Grammars:
+        wake = asyncio.get_running_loop().call_soon_threadsafe
+        return Grammars(
+            {file.name: file.content for file in standing.text_files},
+            standing.model.vocab_size,
+            threads=self.settings.grammar_threads,
+            limit_s=self.settings.grammar_timeout_s,
+            changed=lambda: wake(self.workers.changed.set),
+        )
 
     async def _watch_readiness(self) -> None:
         """Ready while the worker group stands, nothing drains, and work makes progress."""
@@ -80,7 +103,7 @@ class Engine:
         """Lets live requests finish for the time that the settings give them, and stops serving."""
         await self.server.set_ready(False)
         if self.loop is not None:
-            self.loop.drain()
+            self.loop.drain(None)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.loop.sessions.idle.wait(), self.settings.drain_s)
             _log.info("drained", left=self.loop.sessions.live)
@@ -89,6 +112,8 @@ class Engine:
         """Ends the streams and frees the addresses."""
         await self.server.stop(0.2)
         await self.workers.close()
+        if self._grammars is not None:
+            self._grammars.close()
 
 
 def _version() -> str:

@@ -1,8 +1,11 @@
 """The engine's loop: take in, schedule, execute, apply, emit. One asyncio task; the core inline.
 
-Requests are taken in as they come, between two turns of the loop. The loop sleeps until somebody
-wakes it: a request, an outcome, a lost worker. It is the one place where a bug of the core is
-caught: requests fail, and the process goes on.
+    outcome ──▶ apply ──▶ schedule ──▶ execute ──▶ emit ──▶ sleep
+
+The worker gets its next step before any gateway is told of the last one. Requests are taken in as
+they come, between two turns of the loop. The loop sleeps until somebody wakes it: a request, an
+outcome, a lost worker. It is the one place where a bug of the core is caught: requests fail, and
+the process goes on.
 """
 
 from __future__ import annotations
@@ -10,14 +13,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
-from services.common import tracing
 from services.common.errors import DeadlineExceeded, TriptychError, Unavailable, internal
 from services.common.logs import Log
 from services.engine.config import EngineSettings
 from services.engine.core import CoreConfig, EngineCore
 from services.engine.events import FINISH_ABORT, FINISH_NONE, Event, Failed, StepFailure
-from services.engine.metrics import EngineMetrics, finished_reason
+from services.engine.journal import WINDOW_S, Journal
+from services.engine.metrics import EngineMetrics
 from services.engine.plan import StepOutcome
 from services.engine.records import Record, record_of
 from services.engine.report import Explanation, Load
@@ -42,6 +46,16 @@ def core_config(settings: EngineSettings, standing: Standing) -> CoreConfig:
         vocab_size=standing.model.vocab_size,
         enable_prefix_caching=settings.enable_prefix_caching,
         output_reserve_blocks=settings.output_reserve_blocks,
+        policy=settings.policy,
+        ageing_s=settings.ageing_s,
+        max_prefill_tokens=settings.max_prefill_tokens,
+        max_preemptions=settings.max_preemptions,
+        num_speculative_tokens=settings.max_speculative_tokens if settings.speculative == "ngram" else 0,
+        max_speculative_tokens=settings.max_speculative_tokens,
+        ngram_min=settings.ngram_min,
+        ngram_max=max(settings.ngram_min, settings.ngram_max),
+        encoder_budget=settings.encoder_budget,
+        encoder_cache_size=settings.encoder_cache_size,
         max_waiting_requests=settings.max_waiting_requests,
         max_waiting_tokens=settings.max_waiting_tokens,
         steps_in_flight=settings.steps_in_flight,
@@ -56,19 +70,24 @@ class EngineLoop:
         settings: EngineSettings,
         workers: WorkerGroup,
         standing: Standing,
-        core: EngineCore,
+        make_core: Callable[[], EngineCore],
         metrics: EngineMetrics,
     ) -> None:
         self.settings = settings
         self.standing = standing
         self.sessions = Sessions()
         self.step_id = 0
-        self.paused = False
         self.draining = False
-        self.load: Load = core.load()
+        self._drain_ends: float | None = None
+        self._make_core = make_core
+        self._core = make_core()
+        self.load: Load = self._core.load()
         self._workers = workers
-        self._core = core
         self._metrics = metrics
+        self._journal = Journal()
+        self._holds: dict[str, str] = {}  # by name: why nothing is scheduled, for a person
+        self._settled = asyncio.Event()
+        self._unsaid: list[Event] = []  # noted, and not yet emitted
         self._wake = workers.changed
         self._watchers: set[asyncio.Event] = set()
         self._progress_at = time.monotonic()
@@ -81,8 +100,9 @@ class EngineLoop:
             self._progressed = False
             try:
                 await self._serve()
-            except WorkerLost:
-                self._guarded("worker_lost", self._forget_rows)
+            except WorkerLost as lost:
+                died = lost.died
+                self._guarded("worker_lost", lambda: self._core.worker_lost(blame=died))  # noqa: B023
             except Exception as error:
                 self._start_anew(error)
             await self._workers.drop()
@@ -94,30 +114,46 @@ class EngineLoop:
     async def _serve(self) -> None:
         while True:
             self._wake.clear()
-            for outcome in self._workers.take():
-                self._apply_and_emit(outcome)
-            self._emit(self._core.expire(time.monotonic()))
-            while not self.paused and (plan := self._core.schedule(time.monotonic())) is not None:
-                await self._workers.execute(plan)
-                self._metrics.step(plan.total_tokens)
+            try:
+                for outcome in self._workers.take():
+                    self._apply(outcome)
+                self._unsaid += self._core.expire(time.monotonic())
+                self._unsaid += self._core.take_grammars()
+                await self._send()
+            finally:
+                self._emit(())
             self._show_load()
             await self._wake.wait()
 
-    def _apply_and_emit(self, outcome: StepOutcome) -> None:
+    def _apply(self, outcome: StepOutcome) -> None:
         self._progress_at, self._progressed = time.monotonic(), True
         self.step_id = outcome.step_id
-        self._emit(self._core.apply(outcome))
+        self._unsaid += self._core.apply(outcome)
 
-    def _forget_rows(self) -> list[Event]:
-        self._core.worker_lost()
-        return []
+    async def _send(self) -> None:
+        """Fills the pipe to the worker."""
+        await self._send_masks()
+        while self._workers.stands and not self.held:
+            plan = self._core.schedule(time.monotonic()) or self._core.let_go()
+            if plan is None:
+                return
+            await self._workers.execute(plan)
+            await self._send_masks()
+            if plan.rows:
+                self._metrics.step(plan.total_tokens)
+
+    async def _send_masks(self) -> None:
+        """The oldest step out may wait for its masks; they can be made as soon as nothing is before it."""
+        masks = self._core.fill_masks() if self._workers.stands else None
+        if masks is not None:
+            await self._workers.send_masks(masks)
 
     def _start_anew(self, error: Exception) -> None:
         """The core failed through a bug: every request fails, and an empty core takes its place."""
         failure = internal("the engine failed")
         _log.error("core failed, an empty one takes its place", exc_info=error, error_id=failure.error_id)
         told = StepFailure(failure.code_number, failure.message, failure.error_id)
-        self._core = EngineCore(self._core.config)
+        self._core = self._make_core()
         self._metrics.new_core()
         self._emit([Failed(record.spec.owner, None, told) for record in self.sessions.unfinished()])
         self._show_load()
@@ -143,6 +179,8 @@ class EngineLoop:
         session.accept(record_of(spec, now))
         if spec.deadline_s is not None:
             asyncio.get_running_loop().call_later(spec.deadline_s, self._expire)
+        if spec.constraint is not None:
+            asyncio.get_running_loop().call_later(self.settings.grammar_timeout_s, self._wake.set)
         self._emit(events)
         self._show_load()
         self._wake.set()
@@ -164,7 +202,7 @@ class EngineLoop:
                 if choice.finish == FINISH_NONE:
                     choice.finish = FINISH_ABORT
                     self._metrics.finished(FINISH_ABORT)
-            self._log_finished(record)
+            self._finish(record)
         self.sessions.close(session)
         _log.info("gateway given up", gateway=session.name, incarnation=session.gateway, requests=len(ended))
 
@@ -174,23 +212,69 @@ class EngineLoop:
 
     def explain(self, token: bytes) -> Explanation | None:
         """Where a request is and why."""
-        return self._core.explain(token)
+        found = self._core.explain(token)
+        if found is not None and self._holds:
+            return replace(found, reason=next(reversed(self._holds.values())))
+        return found
 
     def reset_prefix_cache(self, preempt: bool) -> int:
         """Forgets cached prefixes; how many blocks left the index."""
-        return self._core.reset_prefix_cache(preempt)
+        blocks = self._core.reset_prefix_cache(preempt)
+        self._show_load()
+        return blocks
 
-    def pause(self, paused: bool) -> None:
-        """Stops or resumes scheduling; steps in flight are still applied."""
-        self.paused = paused
-        self._wake.set()
+    @property
+    def held(self) -> bool:
+        """Nothing is scheduled; steps in flight are still applied."""
+        return bool(self._holds)
 
-    def drain(self) -> None:
-        """Refuses new requests from now on; live ones go on."""
+    def hold(self, name: str, reason: str) -> None:
+        """Schedules nothing until `unhold` of the same name. `reason` is one sentence for a person."""
+        self._holds[name] = reason
+
+    def unhold(self, name: str) -> None:
+        """Ends a hold, if there is one of that name."""
+        if self._holds.pop(name, None) is not None and not self.held:
+            self._progress_at = time.monotonic()
+            self._settled.set()
+            self._wake.set()
+
+    async def settled(self) -> bool:
+        """Waits until no step is in flight. False where the hold ended before."""
+        while self.held and self._core.steps_in_flight:
+            self._settled.clear()
+            await self._settled.wait()
+        return self.held
+
+    def preempt_all(self) -> None:
+        """No request holds KV any more. To be called while nothing is scheduled."""
+        self._guarded("preempt_all", self._preempt_all)
+
+    def _preempt_all(self) -> list[Event]:
+        self._core.preempt_all()
+        return []
+
+    def forget_worker(self) -> None:
+        """The worker has emptied its rows and its KV."""
+        self._guarded("forget_worker", lambda: self._core.worker_lost(blame=False))
+
+    def drain(self, grace_s: float | None) -> None:
+        """Refuses new requests from now on; live ones go on, and their gateways are told for how long."""
         self.draining = True
+        self._drain_ends = None if grace_s is None else time.monotonic() + grace_s
         self.sessions.look()
         for session in self.sessions:
-            session.drain()
+            session.drain(grace_s)
+
+    @property
+    def grace_s(self) -> float | None:
+        """Time until `drain` has live requests ended; None where it does not."""
+        return None if self._drain_ends is None else max(0.0, self._drain_ends - time.monotonic())
+
+    def abort_all(self) -> None:
+        """Ends every live request."""
+        for record in self.sessions.unfinished():
+            self.abort(record, None, FINISH_ABORT, None)
 
     @property
     def context_len(self) -> int:
@@ -200,7 +284,7 @@ class EngineLoop:
     @property
     def silence_s(self) -> float:
         """Time since the last outcome while there is work to do; 0 when idle."""
-        return time.monotonic() - self._progress_at if self._core.has_work and not self.paused else 0.0
+        return time.monotonic() - self._progress_at if self._core.has_work and not self.held else 0.0
 
     def watch(self) -> asyncio.Event:
         """An event that is set whenever the load may have changed, until `unwatch`."""
@@ -228,13 +312,22 @@ class EngineLoop:
         self.load = self._core.load()
         self._metrics.load(self.load)
         self._metrics.counters(self._core.counters)
+        preemptions = self._core.take_preemptions()
+        if preemptions:
+            self._metrics.preempted(preemptions)
+            if self._journal.preempted(preemptions, time.monotonic()):
+                asyncio.get_running_loop().call_later(WINDOW_S, self._journal.tell_left_out)
+        if not self._core.steps_in_flight:
+            self._settled.set()
         for watcher in self._watchers:
             watcher.set()
 
     def _emit(self, events: Iterable[Event]) -> None:
-        """Notes events for their gateways; the streams take them from there."""
+        """Notes events for their gateways, behind those that are still unsaid; the streams take them from there."""
+        self._unsaid += events
+        unsaid, self._unsaid = self._unsaid, []
         now, find = time.monotonic(), self.sessions.find
-        for event in events:
+        for event in unsaid:
             found = find(event.owner)
             if found is None:
                 continue
@@ -242,21 +335,12 @@ class EngineLoop:
             ended = session.tell(event, record, now)
             for choice in ended:
                 self._metrics.finished(choice.finish)
+            if ended and isinstance(event, Failed):
+                self._journal.failed(event, record)
             if ended and record.finished:
-                self._log_finished(record)
+                self._finish(record)
 
-    def _log_finished(self, record: Record) -> None:
-        spec, started = record.spec, record.started
+    def _finish(self, record: Record) -> None:
+        started = record.started
         self._metrics.times(started.queue_s if started else None, record.prefill_s, record.decode_s)
-        _log.info(
-            "request finished",
-            request_id=spec.request_id,
-            trace_id=tracing.trace_id(spec.traceparent),
-            prompt_tokens=len(spec.prompt),
-            cached_tokens=started.cached_tokens if started else 0,
-            output_tokens=record.output_tokens,
-            queue_ms=round(started.queue_s * 1e3, 1) if started else None,
-            prefill_ms=None if record.prefill_s is None else round(record.prefill_s * 1e3, 1),
-            decode_ms=None if record.decode_s is None else round(record.decode_s * 1e3, 1),
-            finish=[finished_reason(choice.finish) for choice in record.choices],
-        )
+        self._journal.finished(record)

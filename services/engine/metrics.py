@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import chain, repeat
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.common.metrics import LATENCY_BUCKETS, STEP_TOKENS_BUCKETS
 from services.engine import events
-from services.engine.report import Counters, Load
+from services.engine.report import Counters, Load, Preemption
 from services.engine.standing import Standing
 
 _LABELS = ("model_name", "engine")
@@ -42,14 +46,23 @@ class EngineMetrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...] = LATENCY_BUCKETS) -> Histogram:
             return Histogram(f"vllm:{name}", text, _LABELS, buckets=buckets, registry=registry).labels(*self._labels)
 
-        self._running = gauge("num_requests_running", "Requests in the running set.")
-        self._waiting = gauge("num_requests_waiting", "Requests that wait.")
+        self._running = gauge("num_requests_running", "Requests in the running set, each choice counted.")
+        self._waiting = gauge("num_requests_waiting", "Requests that wait, each choice counted.")
         self._kv_usage = gauge("kv_cache_usage_perc", "KV blocks held by requests, from 0 to 1.")
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._preemptions = counter("num_preemptions", "Requests put back from running to waiting.")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that ran.")
         self._generation_tokens = counter("generation_tokens", "Tokens sampled.")
+        self._drafts = counter("spec_decode_num_drafts", "Drafts that were verified.")
+        self._draft_tokens = counter("spec_decode_num_draft_tokens", "Tokens of those drafts.")
+        self._accepted = counter("spec_decode_num_accepted_tokens", "Tokens of those drafts that were accepted.")
+        self._accepted_at = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Tokens of drafts that were accepted, by their place in the draft.",
+            (*_LABELS, "position"),
+            registry=registry,
+        )
         self._step_tokens = histogram("iteration_tokens_total", "Tokens computed by a step.", STEP_TOKENS_BUCKETS)
         self._queue = histogram("request_queue_time_seconds", "From acceptance to the first step.")
         self._prefill = histogram("request_prefill_time_seconds", "From the first step to the first token.")
@@ -60,6 +73,22 @@ class EngineMetrics:
         )
         for reason in sorted(set(_FINISHED_REASONS.values())):
             self._success.labels(*self._labels, reason)
+        self._preempted = Counter(
+            "triptych:preemptions",
+            "Requests put back from running to waiting, by what they had to make room for.",
+            (*_LABELS, "reason"),
+            registry=registry,
+        )
+        self._silence = Gauge(
+            "triptych:engine_silence_seconds",
+            "Time since the last completed step while work is pending; 0 when idle.",
+            _LABELS,
+            registry=registry,
+        ).labels(*self._labels)
+
+    def silence(self, read: Callable[[], float]) -> None:
+        """Asks for the silence whenever somebody scrapes; a stuck engine still answers."""
+        self._silence.set_function(read)
 
     def cache_config(self, standing: Standing, enable_prefix_caching: bool) -> None:
         """The cache's settings, as labels of a gauge that is always 1."""
@@ -88,9 +117,22 @@ class EngineMetrics:
         self._prefix_hits.inc(now.prefix_hits - seen.prefix_hits)
         self._prompt_tokens.inc(now.prompt_tokens - seen.prompt_tokens)
         self._generation_tokens.inc(now.generated_tokens - seen.generated_tokens)
-        self._seen = Counters(
-            now.preemptions, now.prefix_queries, now.prefix_hits, now.prompt_tokens, now.generated_tokens
-        )
+        if now.drafts != seen.drafts:
+            self._count_drafts(now, seen)
+        self._seen = replace(now, drafts_accepted_at=now.drafts_accepted_at.copy())
+
+    def _count_drafts(self, now: Counters, seen: Counters) -> None:
+        self._drafts.inc(now.drafts - seen.drafts)
+        self._draft_tokens.inc(now.draft_tokens - seen.draft_tokens)
+        self._accepted.inc(now.draft_tokens_accepted - seen.draft_tokens_accepted)
+        before = chain(seen.drafts_accepted_at, repeat(0))
+        for position, (accepted, known) in enumerate(zip(now.drafts_accepted_at, before, strict=False)):
+            self._accepted_at.labels(*self._labels, str(position)).inc(accepted - known)
+
+    def preempted(self, preemptions: Iterable[Preemption]) -> None:
+        """Who was preempted, by why."""
+        for each in preemptions:
+            self._preempted.labels(*self._labels, each.reason).inc()
 
     def new_core(self) -> None:
         """The core was made anew: its totals begin at 0 again."""

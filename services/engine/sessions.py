@@ -98,6 +98,7 @@ class Outgoing:
     failed: list[Failed] = field(default_factory=list)
     rejected: list[tuple[int, TriptychError]] = field(default_factory=list)
     draining: bool = False
+    grace_s: float | None = None  # until live requests are ended, where draining does so
 
     @property
     def has_outputs(self) -> bool:
@@ -122,6 +123,7 @@ class Session:
         self._prompt_logprobs: list[PromptLogprobs] = []
         self._rejected: list[tuple[int, TriptychError]] = []
         self._draining = False
+        self._grace_s: float | None = None
 
     def attach(self) -> int:
         """A new stream for the gateway, which is told again all that is live."""
@@ -163,9 +165,9 @@ class Session:
         self._rejected.append((handle, error))
         self.wake.set()
 
-    def drain(self) -> None:
-        """The gateway is told that nothing new is taken."""
-        self._draining = True
+    def drain(self, grace_s: float | None) -> None:
+        """The gateway is told that nothing new is taken, and when live requests are ended, if they are."""
+        self._draining, self._grace_s = True, grace_s
         self.wake.set()
 
     def tell(self, event: Event, record: Record, now: float) -> Sequence[Choice]:
@@ -205,6 +207,7 @@ class Session:
             prompt_logprobs=self._prompt_logprobs,
             rejected=self._rejected,
             draining=self._draining,
+            grace_s=self._grace_s,
         )
         self._started, self._prompt_logprobs, self._rejected, self._draining = [], [], [], False
         rows, room = out.rows, FRAME_TOKENS

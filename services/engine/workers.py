@@ -1,7 +1,8 @@
 """The worker group as the engine drives it: made to stand, kept, lost, and made to stand again.
 
-    stand    Hello → Load → PlanMemory → InitCache → GetTextFiles → Execute opened
+    stand    Hello → Load → WakeUp → PlanMemory → InitCache → GetTextFiles → Execute opened
     execute  steps go out, outcomes come back in order; heartbeats keep the lease in between
+    sleep    its memory is freed, its stream and its lease stay; a group that is lost asleep stands up asleep
     lost     the stream broke, a result made no sense, or a step took too long
 
 The group has one rank. What is sent and what comes back is plain data; nothing here decides.
@@ -14,6 +15,7 @@ import contextlib
 import hashlib
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
 
@@ -21,21 +23,33 @@ import grpc
 import grpc.aio
 
 from protos import common_pb2, worker_pb2, worker_pb2_grpc
-from services.common.channel import backoff, connect
-from services.common.errors import FailedPrecondition, TriptychError, Unavailable
+from services.common.channel import connect
+from services.common.errors import FailedPrecondition, InvalidArgument, NotFound, TriptychError, Unavailable
 from services.common.logs import Log
 from services.common.server import error_of
-from services.engine import wire
 from services.engine.config import EngineSettings
-from services.engine.plan import StepOutcome, StepPlan
+from services.engine.plan import StepMasks, StepOutcome, StepPlan
 from services.engine.standing import Standing, TextFile
+from services.engine.wire import cards, steps
 
 _CALL_TIMEOUT_S = 10.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+_LONGEST_PAUSE_REFUSED_S = 30.0  # asking again for what was refused seldom helps
+_REFUSED = (FailedPrecondition, InvalidArgument, NotFound)
+_RETRY_MS = 500
+_SAID_BY_PEER = "grpc-status-details-bin"  # a status with details was sent; a broken connection has none
 _log = Log("engine.workers")
 
 
 class WorkerLost(Exception):
-    """The group no longer stands; every row on it is gone."""
+    """The group no longer stands; every row on it is gone.
+
+    `died` where a process of it ended or got stuck by itself, so that what it was computing may be the cause.
+    """
+
+    def __init__(self, reason: str, died: bool) -> None:
+        super().__init__(reason)
+        self.died = died
 
 
 class WorkerGroup:
@@ -45,7 +59,7 @@ class WorkerGroup:
         if "," in settings.worker:
             raise FailedPrecondition("more than one worker rank is not built: name one worker", field="worker")
         self._settings = settings
-        self._engine = wire.peer(settings.name, incarnation, version)
+        self._engine = cards.peer(settings.name, incarnation, version)
         self._channel = connect(settings.worker)
         self._stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self._call: Any = None
@@ -56,6 +70,8 @@ class WorkerGroup:
         self._progress_at = 0.0
         self._written_at = 0.0
         self._files: tuple[TextFile, ...] = ()
+        self._sleeping = asyncio.Lock()  # one change of sleep at a time
+        self.asleep = 0  # the level; 0 is awake
         self.in_flight = 0
         self.changed = asyncio.Event()
         self.missing = f"the worker at {settings.worker} has not answered yet"
@@ -72,18 +88,24 @@ class WorkerGroup:
 
     async def stand(self, before: Standing | None) -> Standing:
         """Waits until the worker can execute. `before` is what it held in an earlier life: the same is asked."""
-        async for _ in backoff():
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            longest_s = _LONGEST_PAUSE_S
             try:
                 standing = await self._try_to_stand(before)
             except grpc.aio.AioRpcError as error:
-                self._miss(f"the worker at {self._settings.worker}: {error_of(error).message or error.code().name}")
+                told = error_of(error)
+                longest_s = _LONGEST_PAUSE_REFUSED_S if isinstance(told, _REFUSED) else longest_s
+                self._miss(f"the worker at {self._settings.worker}: {told.message or error.code().name}")
             except TriptychError as error:
                 self._miss(f"the worker at {self._settings.worker}: {error.message}")
             else:
                 self.missing = ""
                 _log.info("worker group stands", worker=self._settings.worker, blocks=standing.num_blocks)
                 return standing
-        raise AssertionError("backoff never ends")
+            await self.drop()
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, longest_s)
 
     def _miss(self, reason: str) -> None:
         if reason != self.missing:
@@ -96,6 +118,7 @@ class WorkerGroup:
         )
         self._check_contract(hello.worker)
         loaded = await self._stub.Load(worker_pb2.LoadRequest(engine=self._engine))
+        await self._wake_up()  # an engine that is gone may have left it asleep
         settings, model = self._settings, loaded.model
         max_model_len = model.max_model_len
         if settings.max_model_len is not None:
@@ -121,9 +144,12 @@ class WorkerGroup:
         )
         await self._fetch_text_files(loaded.text_files)
         await self._open(hello.worker.incarnation)
+        async with self._sleeping:
+            if self.asleep:
+                await self._sleep(self.asleep)
         name = settings.served_model_name or _model_name(hello.model_path) or model.name
         return Standing(
-            model=wire.to_card(model, name),
+            model=cards.to_card(model, name),
             device=hello.device,
             kv_groups=len(loaded.kv_groups),
             num_blocks=num_blocks,
@@ -134,9 +160,9 @@ class WorkerGroup:
         )
 
     def _check_contract(self, worker: common_pb2.Peer) -> None:
-        if not worker.contract_min <= wire.CONTRACT_VERSION <= worker.contract_max:
+        if not worker.contract_min <= cards.CONTRACT_VERSION <= worker.contract_max:
             spoken = f"{worker.contract_min} to {worker.contract_max}"
-            raise FailedPrecondition(f"it speaks contract versions {spoken}, not {wire.CONTRACT_VERSION}")
+            raise FailedPrecondition(f"it speaks contract versions {spoken}, not {cards.CONTRACT_VERSION}")
 
     async def _plan_memory(self, max_model_len: int, before: Standing | None) -> worker_pb2.PlanMemoryResponse:
         settings = self._settings
@@ -206,15 +232,50 @@ class WorkerGroup:
         if self.in_flight == 0:
             self._progress_at = time.monotonic()
         self.in_flight += 1
-        await self._write(wire.step_message(plan))
+        await self._write(steps.step_message(plan))
+
+    async def send_masks(self, masks: StepMasks) -> None:
+        """Sends the grammar masks of a step that is out."""
+        await self._write(steps.masks_message(masks))
+
+    async def sleep(self, level: int) -> int:
+        """Frees the KV cache, at level 2 the weights too; the bytes freed. Every row is empty afterwards."""
+        async with self._sleeping:
+            if not self.stands:
+                raise Unavailable(f"not ready; missing: {self.missing}", retry_after_ms=_RETRY_MS)
+            if level <= self.asleep:
+                return 0
+            with _as_told():
+                freed = await self._sleep(level)
+            self.asleep = level
+            return freed
+
+    async def wake_up(self) -> None:
+        """Brings back what `sleep` freed. A group that does not stand just stands up awake."""
+        async with self._sleeping:
+            if self.asleep and self._call is not None:
+                with _as_told():
+                    await self._wake_up()
+            self.asleep = 0
+
+    async def _sleep(self, level: int) -> int:
+        answer = await self._stub.Sleep(
+            worker_pb2.WorkerServiceSleepRequest(level=level, engine_incarnation=self._engine.incarnation)
+        )
+        return int(answer.freed_bytes)
+
+    async def _wake_up(self) -> None:
+        await self._stub.WakeUp(worker_pb2.WorkerServiceWakeUpRequest(engine_incarnation=self._engine.incarnation))
 
     async def _write(self, frame: worker_pb2.ExecuteRequest) -> None:
         try:
             async with self._writing:
                 self._written_at = time.monotonic()
                 await self._call.write(frame)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            self._lose("the step stream broke")
+        except grpc.aio.AioRpcError as error:
+            self._broke(error)
+        except asyncio.InvalidStateError:
+            pass  # the stream has ended, and its reader is about to say why
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -222,9 +283,11 @@ class WorkerGroup:
             self._lose("the step stream was given up")  # grpc says so of a call that was cancelled
 
     def take(self) -> list[StepOutcome]:
-        """The outcomes that have come. Raises WorkerLost once the group is lost."""
+        """The outcomes that have come. Raises WorkerLost once the group is lost and they have all been taken."""
         if self._lost is not None:
-            raise self._lost
+            if not self._outcomes:
+                raise self._lost
+            self.changed.set()
         outcomes = list(self._outcomes)
         self._outcomes.clear()
         return outcomes
@@ -232,14 +295,14 @@ class WorkerGroup:
     async def _read(self, call: Any) -> None:
         try:
             while (frame := await call.read()) is not grpc.aio.EOF:
-                outcome = wire.to_outcome(frame.result)
+                outcome = steps.to_outcome(frame.result)
                 self.in_flight -= 1
                 self._progress_at = time.monotonic()
                 self._outcomes.append(outcome)
                 self.changed.set()
             self._lose("the worker ended the step stream: " + ((await call.details()) or "no reason given"))
         except grpc.aio.AioRpcError as error:
-            self._lose(f"the step stream broke: {error_of(error).message or error.code().name}")
+            self._broke(error)
         except TriptychError as error:
             self._lose(f"the worker sent a result that makes no sense: {error.message}")
 
@@ -250,14 +313,18 @@ class WorkerGroup:
         while self._lost is None:
             await asyncio.sleep(min(pause, self._settings.step_timeout_s / 3))
             if self.silence_s > self._settings.step_timeout_s:
-                self._lose(f"a step got no result for {self._settings.step_timeout_s:g} s")
+                self._lose(f"a step got no result for {self._settings.step_timeout_s:g} s", died=True)
                 call.cancel()
             elif time.monotonic() - self._written_at >= pause:
                 await self._write(heartbeat)
 
-    def _lose(self, reason: str) -> None:
+    def _broke(self, error: grpc.aio.AioRpcError) -> None:
+        died = all(key != _SAID_BY_PEER for key, _ in error.trailing_metadata() or ())
+        self._lose(f"the step stream broke: {error_of(error).message or error.code().name}", died)
+
+    def _lose(self, reason: str, died: bool = False) -> None:
         if self._lost is None:
-            self._lost = WorkerLost(f"the worker at {self._settings.worker} is lost: {reason}")
+            self._lost = WorkerLost(f"the worker at {self._settings.worker} is lost: {reason}", died)
             self._miss(str(self._lost))
             self.changed.set()
 
@@ -286,3 +353,12 @@ def _model_name(path: str) -> str:
     """A GGUF file's name without its ending, or a folder's name (which may have dots)."""
     name = PurePath(path).name
     return name.removesuffix(".gguf")
+
+
+@contextlib.contextmanager
+def _as_told() -> Iterator[None]:
+    """What a worker refuses is passed on in its own words."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise error_of(error) from error

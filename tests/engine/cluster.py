@@ -26,6 +26,7 @@ from services.engine.config import EngineSettings
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 259
 EOS = 258
+LONG = 4000  # output tokens of a request that outlives its test
 
 
 class WorkerProcess:
@@ -92,7 +93,7 @@ class Gateway:
         self.answers: dict[int, Answer] = {}
         self.loads: list[common_pb2.Load] = []
         self.welcome: engine_pb2.AttachWelcome | None = None
-        self.draining = False
+        self.draining: engine_pb2.Draining | None = None
         self.broken: Exception | None = None
         self._call: Any = None
         self._reader: asyncio.Task[None] | None = None
@@ -197,7 +198,7 @@ class Gateway:
         elif kind == "failed":
             self.answers[frame.failed.handle].failed = frame.failed.failure
         elif kind == "draining":
-            self.draining = True
+            self.draining = frame.draining
 
     def _take_outputs(self, outputs: engine_pb2.StepOutputs) -> None:
         for started in outputs.started:
@@ -232,6 +233,11 @@ class Gateway:
             if finish:
                 answer.finish[choice] = finish
         assert position == len(ids)
+
+
+async def all_blocks_free(gateway: Gateway) -> None:
+    await gateway.until(lambda: gateway.loads[-1].free_blocks == gateway.loads[-1].total_blocks)
+    assert gateway.loads[-1].running == gateway.loads[-1].waiting == 0
 
 
 def _entries(logprobs: common_pb2.Logprobs) -> list[list[tuple[int, float, int]]]:

@@ -1,14 +1,15 @@
-"""One simulated worker process for all tests that leave it alive, and a socket folder with a short path."""
+"""One simulated worker process for all tests that leave it alive, and an engine with a gateway for each test."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.engine.cluster import WorkerProcess
+from services.engine.__main__ import Engine
+from tests.engine.cluster import Gateway, WorkerProcess, running_engine
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +33,18 @@ def worker(sockets: Path) -> Iterator[str]:
 @pytest.fixture
 def listen(sockets: Path) -> str:
     return f"unix:{sockets}/engine.sock"
+
+
+@pytest.fixture
+async def engine(worker: str, listen: str) -> AsyncIterator[Engine]:
+    async with running_engine(worker, listen, num_blocks=600, max_waiting_requests=70) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def gateway(engine: Engine, listen: str) -> AsyncIterator[Gateway]:
+    gateway = Gateway(listen)
+    await gateway.wait_until_served()
+    await gateway.attach()
+    yield gateway
+    await gateway.close()

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 
 from services.engine.events import FINISH_ABORT, FINISH_EOS, FINISH_ERROR, FINISH_LENGTH, FINISH_STOP_STRING
 from services.engine.metrics import EngineMetrics, finished_reason
-from services.engine.report import Counters, Load
+from services.engine.report import Counters, Load, Preemption
 from services.engine.standing import ModelCard, Standing
 
 LABELS = {"model_name": "m", "engine": "e"}
@@ -71,5 +71,45 @@ def test_series() -> None:
     assert value("request_inference_time_seconds_sum") == 2.004
 
 
+def test_drafts_by_position() -> None:
+    registry = CollectorRegistry()
+    metrics = EngineMetrics(registry, "m", "e")
+
+    def value(name: str, **more: str) -> float | None:
+        return registry.get_sample_value(f"vllm:spec_decode_{name}_total", LABELS | more)
+
+    totals = Counters(drafts=2, draft_tokens=8, draft_tokens_accepted=3, drafts_accepted_at=[2, 1])
+    metrics.counters(totals)
+    totals.drafts, totals.draft_tokens, totals.draft_tokens_accepted = 3, 12, 7
+    totals.drafts_accepted_at[0] += 1
+    totals.drafts_accepted_at[1] += 1
+    totals.drafts_accepted_at += [1, 1]
+    metrics.counters(totals)
+    metrics.new_core()
+    metrics.counters(Counters(drafts=1, draft_tokens=4, draft_tokens_accepted=1, drafts_accepted_at=[1]))
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    assert [value(name) for name in names] == [4, 16, 8]
+    positions = [value("num_accepted_tokens_per_pos", position=str(at)) for at in range(5)]
+    assert positions == [4, 2, 1, 1, None]
+
+
 def test_finished_reasons() -> None:
     assert (finished_reason(FINISH_ABORT), finished_reason(99)) == ("abort", "error")
+
+
+def test_preemptions_by_reason_and_silence_when_asked() -> None:
+    registry = CollectorRegistry()
+    metrics = EngineMetrics(registry, "m", "e")
+    metrics.preempted([Preemption("a", 0, "b", 0, "kv_blocks"), Preemption("c", 0, "b", 0, "priority")])
+    metrics.preempted([Preemption("a", 0, "c", 0, "kv_blocks")])
+    silence = 1.5
+    metrics.silence(lambda: silence)
+
+    def value(name: str, **more: str) -> float | None:
+        return registry.get_sample_value(f"triptych:{name}", LABELS | more)
+
+    assert value("preemptions_total", reason="kv_blocks") == 2
+    assert value("preemptions_total", reason="priority") == 1
+    assert value("engine_silence_seconds") == 1.5
+    silence = 0.0
+    assert value("engine_silence_seconds") == 0

@@ -270,9 +270,9 @@ def test_a_lot_of_logprobs_is_told_in_several_frames() -> None:
 def test_rejections_and_draining_are_told_once() -> None:
     _, session, _ = a_session()
     session.reject(9, InvalidArgument("no"))
-    session.drain()
+    session.drain(2.5)
     out = session.take()
-    assert (len(out.rejected), out.draining) == (1, True)
+    assert (len(out.rejected), out.draining, out.grace_s) == (1, True, 2.5)
     out = session.take()
     assert (len(out.rejected), out.draining, out.has_outputs) == (0, False, False)
 

@@ -10,7 +10,6 @@ import pytest
 
 from protos import common_pb2, engine_pb2, worker_pb2
 from services.common.errors import InvalidArgument, TriptychError, Unimplemented
-from services.engine import wire
 from services.engine.events import (
     FINISH_EOS,
     FINISH_LENGTH,
@@ -22,10 +21,15 @@ from services.engine.events import (
     Started,
     StepFailure,
 )
-from services.engine.plan import NewRow, StepPlan
+from services.engine.plan import NewRow, StepMasks, StepPlan
 from services.engine.report import Load
+from services.engine.request import Constraint, MediaItem
 from services.engine.sessions import Outgoing
+from services.engine.standing import ModelCard
+from services.engine.wire import columns, frames, steps, submits
 
+MODEL = ModelCard("m", "llama", 100, 1000, "f", "float32", ("generate", "image", "video"), 1)
+PICTURE = MediaItem(b"h" * 32, "image", 0, 2, 2)
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -44,27 +48,36 @@ def a_submit(**changes: Any) -> engine_pb2.Submit:
     return engine_pb2.Submit(**(fields | changes))
 
 
+def a_media(**changes: Any) -> common_pb2.MediaRef:
+    fields: dict[str, Any] = {"hash": b"h" * 32, "modality": "image", "offset": 0, "length": 2, "embeddings": 2}
+    return common_pb2.MediaRef(**(fields | changes))
+
+
+def a_constraint(**fields: Any) -> common_pb2.SamplingParams:
+    return common_pb2.SamplingParams(max_tokens=9, min_tokens=2, constraint=common_pb2.Constraint(**fields))
+
+
 def spec_of(submit: engine_pb2.Submit) -> Any:
-    return wire.to_spec(submit, 11, vocab_size=100, max_n=4)
+    return submits.to_spec(submit, 11, model=MODEL, max_n=4)
 
 
 def test_columns_are_little_endian() -> None:
-    assert wire.to_bytes(array("i", [1, -2])) == b"\x01\0\0\0\xfe\xff\xff\xff"
-    assert wire.to_bytes(array("Q", [2**40])) == struct.pack("<Q", 2**40)
-    assert wire.to_column(le(3, 4), "i", "x") == array("i", [3, 4])
+    assert columns.to_bytes(array("i", [1, -2])) == b"\x01\0\0\0\xfe\xff\xff\xff"
+    assert columns.to_bytes(array("Q", [2**40])) == struct.pack("<Q", 2**40)
+    assert columns.to_column(le(3, 4), "i", "x") == array("i", [3, 4])
 
 
 def test_columns_are_swapped_on_a_big_endian_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "_SWAP", True)
+    monkeypatch.setattr(columns, "_SWAP", True)
     column = array("i", [1])
-    assert wire.to_bytes(column) == b"\0\0\0\x01"
+    assert columns.to_bytes(column) == b"\0\0\0\x01"
     assert column == array("i", [1]), "the caller's column stays as it is"
-    assert wire.to_column(b"\0\0\0\x01", "i", "x") == array("i", [1])
+    assert columns.to_column(b"\0\0\0\x01", "i", "x") == array("i", [1])
 
 
 def test_a_column_of_broken_length_is_refused_by_name() -> None:
     with pytest.raises(InvalidArgument) as refused:
-        wire.to_column(b"12345", "i", "some_i32le")
+        columns.to_column(b"12345", "i", "some_i32le")
     assert refused.value.field == "some_i32le"
 
 
@@ -78,6 +91,8 @@ def test_the_least_submit() -> None:
     assert spec.deadline_s is None
     assert spec.traceparent is None
     assert spec.replay == ()
+    assert spec.media == ()
+    assert spec.num_speculative_tokens is None
 
 
 def test_the_fullest_submit() -> None:
@@ -91,6 +106,7 @@ def test_the_fullest_submit() -> None:
         seed=2**63 + 1,
         logprobs=0,
         prompt_logprobs=20,
+        num_speculative_tokens=0,
         logit_bias=[common_pb2.LogitBias(token_id=1, bias=-1)],
     )
     spec = spec_of(
@@ -102,6 +118,7 @@ def test_the_fullest_submit() -> None:
             deadline_ms=1500,
             gateway_state=b"g",
             traceparent=PARENT,
+            media=[a_media(embeddings=1), a_media(modality="video", hash=b"v" * 32, offset=2, length=1, embeddings=1)],
             replay=[
                 engine_pb2.ChoiceReplay(token_id_i32le=le(8, 9)),
                 engine_pb2.ChoiceReplay(token_id_i32le=le(2), finish_reason=common_pb2.FINISH_REASON_EOS),
@@ -111,12 +128,30 @@ def test_the_fullest_submit() -> None:
     assert (spec.n, spec.min_tokens, spec.eos_ids, spec.stop_ids) == (2, 1, frozenset({2}), frozenset({3, 4}))
     assert (spec.seed, spec.logprobs, spec.prompt_logprobs) == (2**63 + 1, 0, 20)
     assert (spec.priority, spec.tenant, spec.cache_salt, spec.deadline_s) == (-2, "t", "s", 1.5)
-    assert (spec.gateway_state, spec.traceparent) == (b"g", PARENT)
+    assert (spec.gateway_state, spec.traceparent, spec.num_speculative_tokens) == (b"g", PARENT, 0)
+    assert spec.media == (MediaItem(b"h" * 32, "image", 0, 2, 1), MediaItem(b"v" * 32, "video", 2, 1, 1))
     assert [(replay.token_ids.tolist(), replay.finish) for replay in spec.replay] == [
         ([8, 9], FINISH_NONE),
         ([2], FINISH_EOS),
     ]
     assert common_pb2.SamplingParams.FromString(spec.sampling) == sampling, "the worker gets all of it"
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"json_object": True}, "json_object", ""),
+        ({"json_schema": "{}"}, "json_schema", "{}"),
+        ({"regex": "a+"}, "regex", "a+"),
+        ({"lark": 'start: "a"'}, "lark", 'start: "a"'),
+    ],
+)
+def test_a_constraint_stays_in_the_engine(fields: dict[str, Any], kind: str, text: str) -> None:
+    spec = spec_of(a_submit(sampling=a_constraint(**fields, starts_after=common_pb2.TokenIds(ids=[7, 8]))))
+    assert spec.constraint == Constraint(kind, text, (7, 8))
+    assert spec.min_tokens == 2
+    passed = common_pb2.SamplingParams.FromString(spec.sampling)
+    assert passed == common_pb2.SamplingParams(max_tokens=9), "masks say when the output may end"
 
 
 @pytest.mark.parametrize(
@@ -131,12 +166,23 @@ def test_the_fullest_submit() -> None:
         ({"sampling": common_pb2.SamplingParams(logprobs=21)}, InvalidArgument, "logprobs"),
         ({"sampling": common_pb2.SamplingParams(prompt_logprobs=21)}, InvalidArgument, "prompt_logprobs"),
         ({"replay": [engine_pb2.ChoiceReplay(token_id_i32le=b"1")]}, InvalidArgument, "replay[0]"),
-        ({"media": [common_pb2.MediaRef()]}, Unimplemented, "media"),
+        ({"media": [a_media(modality="audio")]}, Unimplemented, "media[0].modality"),
+        ({"media": [a_media(modality="generate")]}, Unimplemented, "media[0].modality"),
+        ({"media": [a_media(hash=b"h" * 31)]}, InvalidArgument, "media[0].hash"),
+        ({"media": [a_media(length=0)]}, InvalidArgument, "media[0].length"),
+        ({"media": [a_media(embeddings=3)]}, InvalidArgument, "media[0].embeddings"),
+        ({"media": [a_media(embeddings=0)]}, InvalidArgument, "media[0].embeddings"),
+        ({"media": [a_media(offset=2)]}, InvalidArgument, "media[0].offset"),
+        ({"media": [a_media(), a_media(offset=1, length=1, embeddings=1)]}, InvalidArgument, "media[1].offset"),
+        ({"media": [a_media(offset=1), a_media(length=1, embeddings=1)]}, InvalidArgument, "media[1].offset"),
+        ({"media": [a_media()] * 1025}, InvalidArgument, "media"),
         ({"pooling": common_pb2.POOLING_MEAN}, Unimplemented, "pooling"),
+        ({"sampling": a_constraint()}, InvalidArgument, "constraint"),
+        ({"sampling": a_constraint(json_object=False)}, InvalidArgument, "constraint.json_object"),
         (
-            {"sampling": common_pb2.SamplingParams(constraint=common_pb2.Constraint(regex="a"))},
-            Unimplemented,
-            "constraint",
+            {"sampling": a_constraint(regex="a", starts_after=common_pb2.TokenIds(ids=[100]))},
+            InvalidArgument,
+            "constraint.starts_after",
         ),
     ],
 )
@@ -157,13 +203,17 @@ def test_a_plan_becomes_a_step() -> None:
     plan.new_rows.append(
         NewRow(1, 2**60, array("i", [1, 2, 3]), 2, sampling.SerializeToString(), 2**64 - 1, "r", PARENT)
     )
-    plan.new_rows.append(NewRow(2, 5, array("i", [4]), 1, b"", 0, "", None))
+    plan.new_rows.append(NewRow(2, 5, array("i", [4]), 1, b"", 0, "", None, (PICTURE,)))
     for column, value in ((plan.rows, 1), (plan.num_tokens, 3), (plan.num_computed, 0), (plan.first_writable, 2)):
         column.append(value)
     plan.flags.append(1)
     plan.block_counts.append(2)
     plan.block_ids.extend([8, 9])
-    step = wire.step_message(plan).step
+    plan.draft_counts.append(2)
+    plan.draft_ids.extend([5, 6])
+    plan.encode.append(PICTURE)
+    plan.dropped_media.append(b"g" * 32)
+    step = steps.step_message(plan).step
     assert step == worker_pb2.Step(
         step_id=9,
         resync=True,
@@ -179,7 +229,14 @@ def test_a_plan_becomes_a_step() -> None:
                 request_id="r",
                 traceparent=PARENT,
             ),
-            worker_pb2.NewRow(row=2, epoch=5, token_id_i32le=le(4), prompt_len=1, sampling=common_pb2.SamplingParams()),
+            worker_pb2.NewRow(
+                row=2,
+                epoch=5,
+                token_id_i32le=le(4),
+                prompt_len=1,
+                sampling=common_pb2.SamplingParams(),
+                media=[a_media()],
+            ),
         ],
         row_i32le=le(1),
         num_tokens_i32le=le(3),
@@ -188,6 +245,22 @@ def test_a_plan_becomes_a_step() -> None:
         first_writable_i32le=le(2),
         block_count_i32le=le(2),
         block_id_i32le=le(8, 9),
+        draft_count_i32le=le(2),
+        draft_id_i32le=le(5, 6),
+        encode=[worker_pb2.EncodeItem(media=a_media())],
+        dropped_media=[b"g" * 32],
+    )
+
+
+def test_a_step_that_only_frees_rows() -> None:
+    plan = StepPlan(step_id=3, freed_rows=array("i", [4, 7]))
+    assert steps.step_message(plan).step == worker_pb2.Step(step_id=3, freed_row_i32le=le(4, 7))
+
+
+def test_masks_become_a_frame() -> None:
+    masks = StepMasks(7, array("i", [3, 1]), b"\0\1", le(-1, 5))
+    assert steps.masks_message(masks).masks == worker_pb2.StepMasks(
+        step_id=7, row_i32le=le(3, 1), drop_u8=b"\0\1", mask_u32le=le(-1, 5)
     )
 
 
@@ -216,7 +289,7 @@ def a_logprobs(*counts: int) -> common_pb2.Logprobs:
 
 
 def test_a_result_becomes_an_outcome() -> None:
-    outcome = wire.to_outcome(
+    outcome = steps.to_outcome(
         a_result(
             logprobs=a_logprobs(2),
             prompt_logprobs=[worker_pb2.PromptLogprobs(row=0, epoch=3, first_position=1, logprobs=a_logprobs(1, 1))],
@@ -237,9 +310,9 @@ def test_a_result_becomes_an_outcome() -> None:
 
 def test_a_failed_step_says_why() -> None:
     failure = common_pb2.Failure(code=13, message="no", error_id="e")
-    outcome = wire.to_outcome(worker_pb2.StepResult(step_id=1, status=2, failure=failure))
+    outcome = steps.to_outcome(worker_pb2.StepResult(step_id=1, status=2, failure=failure))
     assert outcome.failure == StepFailure(13, "no", "e")
-    assert wire.to_outcome(worker_pb2.StepResult(failure=common_pb2.Failure())).failure == StepFailure(0, "", None)
+    assert steps.to_outcome(worker_pb2.StepResult(failure=common_pb2.Failure())).failure == StepFailure(0, "", None)
 
 
 @pytest.mark.parametrize(
@@ -253,6 +326,7 @@ def test_a_failed_step_says_why() -> None:
         {"token_count_i32le": le(2, 0)},
         {"token_count_i32le": le(-1, 2)},
         {"token_id_i32le": b""},
+        {"missing_media": [b"short"]},
         {"logprobs": a_logprobs(1, 1)},
         {"logprobs": common_pb2.Logprobs(count_i32le=le(1), token_id_i32le=le(1))},
         {"prompt_logprobs": [worker_pb2.PromptLogprobs(logprobs=common_pb2.Logprobs(count_i32le=le(1)))]},
@@ -260,7 +334,7 @@ def test_a_failed_step_says_why() -> None:
 )
 def test_a_result_that_makes_no_sense_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument):
-        wire.to_outcome(a_result(**changes))
+        steps.to_outcome(a_result(**changes))
 
 
 def test_what_is_told_comes_outputs_first() -> None:
@@ -277,7 +351,7 @@ def test_what_is_told_comes_outputs_first() -> None:
     out.prompt_logprobs.append(PromptLogprobs(Owner(1, 2), 3, columns))
     out.failed.append(Failed(Owner(1, 5), 0, StepFailure(13, "broke", "e")))
     out.rejected.append((6, InvalidArgument("bad", field="n", reason="R", retry_after_ms=5)))
-    draining, outputs, failed, rejected = wire.frames(out, 77)
+    draining, outputs, failed, rejected = frames.frames(out, 77)
     assert draining.WhichOneof("frame") == "draining"
     logprobs = common_pb2.Logprobs(
         count_i32le=le(0, 1), token_id_i32le=le(5), logprob_f32le=struct.pack("<f", -1), rank_i32le=le(1)
@@ -302,12 +376,19 @@ def test_what_is_told_comes_outputs_first() -> None:
     )
 
 
+def test_draining_says_for_how_long() -> None:
+    (unlimited,) = frames.frames(Outgoing(draining=True), 1)
+    assert not unlimited.draining.HasField("grace_ms")
+    (limited,) = frames.frames(Outgoing(draining=True, grace_s=1.5), 1)
+    assert limited.draining.grace_ms == 1500
+
+
 def test_nothing_to_tell_is_no_frame() -> None:
-    assert list(wire.frames(Outgoing(), 1)) == []
+    assert list(frames.frames(Outgoing(), 1)) == []
 
 
 def test_the_load_in_milliseconds() -> None:
-    load = wire.load_message(Load(1, 2, 3, 4, 5, 6), 0.25)
+    load = frames.load_message(Load(1, 2, 3, 4, 5, 6), 0.25)
     assert load == common_pb2.Load(
         running=1, waiting=2, waiting_tokens=3, running_tokens=4, free_blocks=5, total_blocks=6, silence_ms=250
     )

@@ -205,6 +205,10 @@ class OddWorker(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc]
         files = [common_pb2.TextFileInfo(name=name, size=1, sha256=b"?") for name in self.files]
         return worker_pb2.LoadResponse(model=self.model, kv_groups=[worker_pb2.KvGroup()], text_files=files)
 
+    async def WakeUp(self, request: Any, context: Any) -> worker_pb2.WorkerServiceWakeUpResponse:
+        assert request.engine_incarnation
+        return worker_pb2.WorkerServiceWakeUpResponse()
+
     async def PlanMemory(self, request: Any, context: Any) -> worker_pb2.PlanMemoryResponse:
         return worker_pb2.PlanMemoryResponse(num_blocks=self.blocks, bytes_per_block=4, summary="the sum")
 

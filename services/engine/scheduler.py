@@ -124,7 +124,7 @@ class Scheduler:
             request = line.pop()
             if request is None:
                 break
-            num_tokens = self._admit(request, chosen.budget)
+            num_tokens = self._admit(request, chosen.budget, take=True)
             if num_tokens:
                 self._start(request, plan, now)
                 chosen.add(request, num_tokens, self.verbs[request])
@@ -146,22 +146,22 @@ class Scheduler:
             urgent = self.waiting.peek()
             if urgent is None or not self._policy.outranks(urgent, self.running[-1]):
                 return
-            victims = self._in_the_way(urgent)
+            victims = self._in_the_way(urgent, plan)
             if victims is None:
                 return
             self.waiting.pop()
             for victim in victims:
                 self._preempt(victim, urgent, "priority")
-            if not self._admit(urgent, self._limits.max_num_batched_tokens):
+            if not self._admit(urgent, self._limits.max_num_batched_tokens, take=False):
                 self.waiting.add(urgent)
                 return
             self._start(urgent, plan, now)
 
-    def _in_the_way(self, urgent: Request) -> list[Request] | None:
+    def _in_the_way(self, urgent: Request, plan: StepPlan) -> list[Request] | None:
         """The fewest whose places it needs, least urgent first; None when it could not start even then."""
         victims: list[Request] = []
         concerned = [resource for resource in self._resources if resource.concerns(urgent)]
-        candidates = (each for each in reversed(self.running) if not each.protected)
+        candidates = (each for each in reversed(self.running) if not _is_spared(each, plan))
         while len(self.running) - len(victims) >= self._limits.max_num_seqs or not all(
             resource.would_fit(urgent, victims) for resource in concerned
         ):
@@ -193,9 +193,8 @@ class Scheduler:
         A protected one holds or has been promised all that it will ever need. It waits for what was
         promised until those that took it have ended or have been preempted themselves.
         """
-        started = {new.epoch for new in plan.new_rows}
         for victim in reversed(self.running):
-            if not victim.protected and victim.epoch not in started:
+            if not _is_spared(victim, plan):
                 return victim
             if victim is request:
                 break
@@ -352,7 +351,7 @@ class Scheduler:
         else:
             verbs = self._made.setdefault(resources, verbs_of(resources))
             num_tokens = self._clip(request, budget, verbs, others_wait=False)
-            if num_tokens and all(reserve(request, num_tokens) for reserve in verbs.reserve):
+            if num_tokens and (not take or all(reserve(request, num_tokens) for reserve in verbs.reserve)):
                 self.verbs[request] = verbs
                 return num_tokens
         for resource in admitted:
@@ -385,3 +384,8 @@ class Scheduler:
                 spec.media,
             )
         )
+
+
+def _is_spared(request: Request, plan: StepPlan) -> bool:
+    """It has lost its place often enough, or got it in this very step."""
+    return request.protected or any(new.epoch == request.epoch for new in plan.new_rows)

@@ -18,6 +18,7 @@ that run may use it up. The promise to a protected request reaches up to its lim
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
@@ -152,11 +153,11 @@ class KvCache(Resource):
         return request.blocks_described * self.block_size
 
     def would_fit(self, request: Request, without: Sequence[Request]) -> bool:
-        """The sum that `admit` makes, without a look at the prefix cache; shared blocks may stay held."""
-        refs = self.pool.refs
-        alone = sum(refs[block] == 1 for other in without for table in other.tables for block in table.blocks)
+        """The sum that `admit` makes, without a look at the prefix cache, once `without` have left."""
+        holds = Counter(block for other in without for table in other.tables for block in table.blocks)
+        freed = sum(self.pool.refs[block] == count for block, count in holds.items())
         promised = sum(other.blocks_promised for other in without)
-        free = self.available + alone + promised + self._reserve_blocks * len(without)
+        free = self.available + freed + promised + self._reserve_blocks * len(without)
         return self._groups.claim(0, _promised_until(request)) <= free
 
     def release(self, request: Request) -> None:

@@ -340,8 +340,9 @@ class Scheduler:
         """Somebody waits, and there is a place to take."""
         return self.waiting.num_ready > 0 and len(self.running) < self._limits.max_num_seqs
 
-    def _admit(self, request: Request, budget: int) -> int:
-        """How many tokens a waiting request starts with; with 0 it holds nothing."""
+    def _admit(self, request: Request, budget: int, *, take: bool) -> int:
+        """How many tokens a waiting request may start with, having taken what they need if so asked. With 0 it
+        holds nothing."""
         resources = tuple(resource for resource in self._resources if resource.concerns(request))
         admitted = []
         for resource in resources:

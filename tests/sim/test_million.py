@@ -70,7 +70,7 @@ def check(found: dict[str, object], count: int, growth_mib: float) -> None:
     mib = found["mib"]
     assert isinstance(mib, list)
     assert len(mib) == 10
-    assert max(mib[2:]) - mib[1] < growth_mib, mib
+    assert max(mib[6:]) - mib[5] < growth_mib, mib  # half of the run has filled what is kept exact while it is small
 
 
 def test_the_example_is_a_million() -> None:
@@ -78,9 +78,9 @@ def test_the_example_is_a_million() -> None:
 
 
 def test_memory_does_not_grow_with_requests() -> None:
-    check(run(20_000, "none"), 20_000, growth_mib=8)
+    check(run(20_000, "none"), 20_000, growth_mib=4)
 
 
 @pytest.mark.slow
 def test_a_million_requests_and_every_kind_of_observer() -> None:
-    check(run(1_000_000, "all"), 1_000_000, growth_mib=50)
+    check(run(1_000_000, "all"), 1_000_000, growth_mib=20)

@@ -119,7 +119,7 @@ class Plot(Observer):
         _frame(canvas, panel, "rows per step", [*legend, ("running", _INK), *_red(preempted)])
         _stack(canvas, panel, [(decode_rows, _DECODE), (prefill_rows, _PREFILL)])
         _limit(canvas, panel, most, f"max_num_seqs {config.max_num_seqs:,}" if most == config.max_num_seqs else "")
-        canvas.line(_flat(panel, running), _INK, 1.3)
+        canvas.line(_flat(panel, running), _INK, 1.3 if places < 1000 else 0.7)
         for place, count in enumerate(preempted):
             if count:
                 middle = panel.x(place + 0.5)
@@ -151,10 +151,14 @@ def _heading(canvas: Canvas, title: str, summary: Summary) -> None:
     ]
     first = summary.times.ttft.figures()
     if first:
-        figures.append(f"first token after {first['p50'] / 1e3:,.2f} s, p99 {first['p99'] / 1e3:,.2f} s")
+        figures.append(f"first token after {_duration(first['p50'])}, p99 {_duration(first['p99'])}")
     if summary.preemptions:
         figures.append(f"{summary.preemptions:,} preemptions")
     canvas.label((_LEFT, 68), "   ·   ".join(figures), _MUTED, size=12.5)
+
+
+def _duration(ms: float) -> str:
+    return f"{ms / 1e3:,.2f} s" if ms >= 1000 else f"{ms:,.1f} ms"
 
 
 def _frame(canvas: Canvas, panel: Panel, name: str, legend: Sequence[tuple[str, str]]) -> None:

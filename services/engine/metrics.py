@@ -68,8 +68,8 @@ class EngineMetrics:
         self._prefill = histogram("request_prefill_time_seconds", "From the first step to the first token.")
         self._decode = histogram("request_decode_time_seconds", "From the first token to the last.")
         self._inference = histogram("request_inference_time_seconds", "From the first step to the last token.")
-        self._success = Counter(
-            "vllm:request_success", "Finished choices.", (*_LABELS, "finished_reason"), registry=registry
+        self._success = Counter(  # vllm:request_success is the gateway's, which knows of stop strings
+            "triptych:engine_finished_choices", "Finished choices.", (*_LABELS, "finished_reason"), registry=registry
         )
         for reason in sorted(set(_FINISHED_REASONS.values())):
             self._success.labels(*self._labels, reason)

@@ -29,6 +29,9 @@ def test_series() -> None:
     def value(name: str, **more: str) -> float | None:
         return registry.get_sample_value(f"vllm:{name}", LABELS | more)
 
+    def finished(reason: str) -> float | None:
+        return registry.get_sample_value("triptych:engine_finished_choices_total", LABELS | {"finished_reason": reason})
+
     metrics.cache_config(STANDING, True)
     assert (
         value(
@@ -58,10 +61,10 @@ def test_series() -> None:
     assert value("iteration_tokens_total_sum") == 33
     for finish in (FINISH_EOS, FINISH_STOP_STRING, FINISH_LENGTH, FINISH_ERROR):
         metrics.finished(finish)
-    assert value("request_success_total", finished_reason="stop") == 2
-    assert value("request_success_total", finished_reason="length") == 1
-    assert value("request_success_total", finished_reason="abort") == 0
-    assert value("request_success_total", finished_reason="error") == 1
+    assert finished("stop") == 2
+    assert finished("length") == 1
+    assert finished("abort") == 0
+    assert finished("error") == 1
 
     metrics.times(0.5, 0.004, 2.0)
     metrics.times(None, None, None)

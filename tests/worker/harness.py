@@ -77,11 +77,17 @@ class Stream:
 
 
 @asynccontextmanager
-async def serving(runner: Runner, folder: Path) -> AsyncIterator[Worker]:
-    """A service with this runner."""
+async def serving(runner: Runner, folder: Path, retry_s: float = 1.0) -> AsyncIterator[Worker]:
+    """A service with this runner; a failed load is tried again after `retry_s` at first."""
     registry = CollectorRegistry()
     service = WorkerService(
-        runner, WorkerMetrics(registry, "test"), name="test", version="0", model_path="", memory_bytes=0
+        runner,
+        WorkerMetrics(registry, "test"),
+        name="test",
+        version="0",
+        model_path="",
+        memory_bytes=0,
+        retry_s=retry_s,
     )
     address = f"unix:{folder}/w.sock"
     server = Server([address])

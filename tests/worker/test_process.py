@@ -111,6 +111,17 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
             assert f"--metrics-port: cannot listen on 127.0.0.1:{port}" in running.stderr.read()
 
 
+@pytest.mark.parametrize("windows", ["", "0,", "0,x", "-1", "0;128"])
+def test_kv_windows_that_are_none(windows: str) -> None:
+    with pytest.raises(SettingsError, match="--simulated-kv-windows"):
+        build_runner(WorkerSettings.build(simulated=True, simulated_kv_windows=windows))
+
+
+def test_kv_windows_are_groups() -> None:
+    loaded = build_runner(WorkerSettings.build(simulated=True, simulated_kv_windows="0, 128")).load("", None)
+    assert [group.sliding_window for group in loaded.kv_groups] == [None, 128]
+
+
 def test_a_script_needs_a_simulated_worker() -> None:
     with pytest.raises(SettingsError, match="add --simulated"):
         build_runner(WorkerSettings.build(script="x.json"))

@@ -46,7 +46,7 @@ def tokenizer_json() -> tuple[str, list[bytes]]:
         for at, name in enumerate(SPECIAL)
     ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    tokenizer = {
+    tokenizer: dict[str, Any] = {
         "version": "1.0",
         "added_tokens": added,
         "normalizer": None,

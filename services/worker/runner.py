@@ -231,11 +231,10 @@ def _take(states: States, span: Span, sampled: list[Sampled]) -> RowResult:
     if not sampled:
         return RowResult(span.row, epoch, ROW_DROPPED)
     known = states.length(span.row)
-    drafts = states.tokens(span.row, span.end)[known:].tolist()
-    counted = accept(drafts, sampled)
+    counted = accept(states.tokens(span.row, span.end)[known:].tolist(), sampled) if span.drafts else sampled
     if counted[0].token is None or span.end - span.drafts != known:
         return RowResult(span.row, epoch, counted[0].status or ROW_FAILED)
-    tokens = tuple(result.token for result in counted if result.token is not None)
+    tokens = tuple([result.token for result in counted if result.token is not None])
     states.append(span.row, tokens)
     logprobs = tuple(result.logprobs for result in counted) if counted[0].logprobs else ()
     return RowResult(span.row, epoch, ROW_OK, tokens, logprobs)

@@ -11,7 +11,7 @@ how many tokens a step gives, and never which.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +21,12 @@ from services.worker.sampling.sampler import Sampled
 from services.worker.states import Span, States
 
 
-def positions(states: States, span: Span, masks: NDArray[np.uint8] | None) -> Iterator[Position]:
+def positions(states: States, span: Span, masks: NDArray[np.uint8] | None) -> list[Position]:
     """The positions that a span samples: one, and one more per draft; `masks` has a row for each."""
-    known = span.end - span.drafts
-    for ahead in range(span.drafts + 1):
-        tokens = states.tokens(span.row, known + ahead)
-        yield Position(span.row, tokens, ahead, None if masks is None else masks[ahead])
+    row, drafts, known = span.row, span.drafts, span.end - span.drafts
+    if masks is None:
+        return [Position(row, states.tokens(row, known + ahead), ahead) for ahead in range(drafts + 1)]
+    return [Position(row, states.tokens(row, known + ahead), ahead, masks[ahead]) for ahead in range(drafts + 1)]
 
 
 def accept(drafts: Sequence[int], sampled: Sequence[Sampled]) -> list[Sampled]:

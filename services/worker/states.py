@@ -78,9 +78,10 @@ class States:
     def append(self, row: int, tokens: Sequence[int]) -> None:
         """Sampled tokens are the row's next ids. At the context's end there is no next step to read them."""
         length = int(self._lengths[row])
-        kept = tokens[: self._max_len - length]
-        self._tokens[row, length : length + len(kept)] = kept
-        self._lengths[row] = length + len(kept)
+        for token in tokens[: self._max_len - length]:
+            self._tokens[row, length] = token
+            length += 1
+        self._lengths[row] = length
 
     def lay_drafts(self, step: StepInput) -> None:
         """Puts drafts behind the known ids of their rows, where sampled tokens take their place."""

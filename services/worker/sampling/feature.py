@@ -16,7 +16,7 @@ from services.worker.step import Int32, NewRow
 RowT = TypeVar("RowT")
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Position:
     """One position to be sampled. A row with drafts has several in one step, one behind the other."""
 

@@ -39,7 +39,7 @@ class Lockstep:
         for _ in range(MAX_TURNS):
             if not self.turn():
                 break
-        self._compare("the end", {"work is left": self.harness.core.has_work}, {"work is left": False})
+        self._compare("the end", self._heard(), self._told())
         self.harness.check_idle()
 
     def act(self, action: Action) -> None:
@@ -124,6 +124,26 @@ class Lockstep:
         self.oracle.encoder.dropped = []
         return {"computes (who, from, to, samples)": parts, "encodes": encoded, "drops": dropped}
 
+    def _heard(self) -> Facts:
+        """What the gateway knows at the end."""
+        heard = self.harness.heard
+        return {
+            "work is left": self.harness.core.has_work,
+            "outputs": {name: each.tokens for name, each in heard.items()},
+            "ended": {name: each.ended for name, each in heard.items()},
+            "found tokens": {handle: started.cached_tokens for handle, started in self.harness.started.items()},
+        }
+
+    def _told(self) -> Facts:
+        choices = [choice for asked in self.oracle.requests for choice in asked.choices]
+        ran = [choice.asked for choice in choices if choice.name[0] in self.harness.started]
+        return {
+            "work is left": False,
+            "outputs": {choice.name: choice.tokens[choice.prompt_len :] for choice in choices},
+            "ended": {choice.name: bool(choice.ended) for choice in choices},
+            "found tokens": {asked.spec.owner.handle: asked.found_tokens for asked in ran},
+        }
+
     def _compare_states(self, call: str) -> None:
         core, oracle = self.harness.core, self.oracle
         running = core.scheduler.running
@@ -136,12 +156,8 @@ class Lockstep:
             "blocks that can be found": [b for b, name in enumerate(core.kv.pool.names) if name is not None],
             "waiting": core.load().waiting,
             "available": core.kv.available,
-            "found tokens": {handle: started.cached_tokens for handle, started in self.harness.started.items()},
-            "outputs": {name: heard.tokens for name, heard in self.harness.heard.items() if heard.tokens},
-            "ended": sorted(name for name, heard in self.harness.heard.items() if heard.ended),
         }
         on_rows = oracle.running()
-        choices = [choice for asked in oracle.requests for choice in asked.choices]
         second = {
             "running": [choice.name for choice in on_rows],
             "computed": [choice.computed for choice in on_rows],
@@ -151,9 +167,6 @@ class Lockstep:
             "blocks that can be found": sorted(oracle.pool.names),
             "waiting": len(oracle.waiting()),
             "available": oracle.pool.available(on_rows),
-            "found tokens": {c.name[0]: c.asked.found_tokens for c in choices if c.name[0] in self.harness.started},
-            "outputs": {c.name: c.tokens[c.prompt_len :] for c in choices if len(c.tokens) > c.prompt_len},
-            "ended": sorted(choice.name for choice in choices if choice.ended),
         }
         self._compare(call, engine, second)
 

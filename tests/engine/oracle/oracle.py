@@ -47,21 +47,19 @@ class Oracle:
         self.order = Order(policy, ageing_s)
         self.pool = Pool(config)
         self.encoder = Encoder(config)
-        self.requests: list[Asked] = []
+        self.requests: list[Asked] = []  # all that were ever accepted
+        self.live: list[Choice] = []  # those of their choices that have not ended
         self.arrivals = 0
         self.in_flight: list[Step] = []
         self.preemptions: list[tuple[tuple[int, int], tuple[int, int], str]] = []  # who, by whom, why
 
     # Who is where.
 
-    def choices(self) -> list[Choice]:
-        return [choice for asked in self.requests for choice in asked.live()]
-
     def running(self) -> list[Choice]:
-        return sorted((choice for choice in self.choices() if choice.running), key=self.order.rank)
+        return sorted((choice for choice in self.live if choice.running), key=self.order.rank)
 
     def waiting(self) -> list[Choice]:
-        return [choice for choice in self.choices() if not choice.running]
+        return [choice for choice in self.live if not choice.running]
 
     def line(self) -> list[Choice]:
         """Those that may start: of a request whose prompt has not been applied, only the first."""
@@ -79,9 +77,12 @@ class Oracle:
         waiting = self.waiting()
         if not spec.replay and self._exceeds(waiting, spec):
             return False
-        is_live = any(choice.tenant == spec.tenant for choice in self.choices())
-        self.order.comes(spec.tenant, is_live)
-        self.requests.append(choices_of(spec, now, self.arrivals, self.context))
+        is_live = any(choice.tenant == spec.tenant for choice in self.live)
+        asked = choices_of(spec, now, self.arrivals, self.context)
+        if asked.live():
+            self.order.comes(spec.tenant, is_live)
+        self.requests.append(asked)
+        self.live += asked.live()
         self.arrivals += spec.n
         return True
 
@@ -93,25 +94,25 @@ class Oracle:
         )
 
     def abort(self, handle: int, index: int | None) -> None:
-        for choice in self.choices():
+        for choice in list(self.live):
             if choice.name[0] == handle and index in {None, choice.index}:
                 self._end(choice, FINISH_ABORT)
 
     def expire(self, now: float) -> None:
-        for asked in self.requests:
-            deadline = asked.spec.deadline_s
-            never_ran = all(choice.runs == 0 for choice in asked.choices)
-            if deadline is not None and never_ran and now >= asked.arrived + deadline:
-                for choice in asked.live():
-                    self._end(choice, FINISH_ERROR)
+        for choice in list(self.live):
+            deadline = choice.asked.spec.deadline_s
+            never_ran = all(each.runs == 0 for each in choice.asked.choices)
+            if deadline is not None and never_ran and now >= choice.asked.arrived + deadline:
+                self._end(choice, FINISH_ERROR)
 
     def _end(self, choice: Choice, reason: int) -> None:
         self._leave(choice)
+        self.live.remove(choice)
         choice.ended = reason
 
     def _leave(self, choice: Choice) -> None:
         self.pool.take_back(choice)
-        self.encoder.let_go(choice, None, self.choices())
+        self.encoder.let_go(choice, None, self.live)
         choice.running = False
 
     # One step.
@@ -273,7 +274,7 @@ class Oracle:
                 continue
             asked = choice.asked
             self.pool.enter(choice, part.start, part.end)
-            self.encoder.let_go(choice, part.end, self.choices())
+            self.encoder.let_go(choice, part.end, self.live)
             if part.start <= asked.logprobs_told:
                 asked.logprobs_told = max(asked.logprobs_told, min(part.end + 1, choice.prompt_len))
             if part.end >= choice.prompt_len:

@@ -62,7 +62,14 @@ FOUND = {
         (submit(1, [1, 0, 1, 2], n=3), TURN, PLAN, submit(2, [0, 2, 0, 2, 2, 0, 1, 1, 1, 1, 1], priority=-1)),
     ),
     "who takes a place takes blocks only for what it computes": Workload(
-        make_config(max_num_batched_tokens=3, block_size=2, num_blocks=6, output_reserve_blocks=0),
+        make_config(
+            max_num_batched_tokens=3,
+            block_size=2,
+            num_blocks=6,
+            output_reserve_blocks=0,
+            steps_in_flight=1,
+            enable_prefix_caching=False,
+        ),
         "priority",
         60.0,
         (submit(1, [1, 2]), submit(2, [2, 1, 2, 0, 2], 2, n=2, priority=-1)),

@@ -7,7 +7,6 @@ Whoever drives it passes the time in and sends the events on.
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from collections import deque
 from itertools import accumulate
@@ -15,6 +14,7 @@ from itertools import accumulate
 from services.common.errors import DeadlineExceeded, TriptychError
 from services.engine import intake
 from services.engine.blame import find_guilty
+from services.engine.deadlines import Deadlines
 from services.engine.drafts import Drafts
 from services.engine.encoder_cache import EncoderCache
 from services.engine.events import (
@@ -71,6 +71,7 @@ class EngineCore:
             prefix_caching=config.enable_prefix_caching,
             counters=self.counters,
         )
+        self.context_len = min(config.max_model_len, self.kv.capacity)  # longest prompt plus output of one choice
         largest = max(config.max_num_batched_tokens, self.context_len)
         self.encoder = EncoderCache(config.encoder_budget or largest, config.encoder_cache_size or largest)
         self._grammar = GrammarGate(grammars)
@@ -87,12 +88,7 @@ class EngineCore:
         self._resync = False
         self._arrivals = 0
         self._registry = Registry()
-        self._deadlines: list[tuple[float, int, Family]] = []  # a heap; may hold some that have ended
-
-    @property
-    def context_len(self) -> int:
-        """Longest prompt plus output of one choice: min(model length, KV capacity)."""
-        return min(self.config.max_model_len, self.kv.capacity)
+        self._deadlines = Deadlines()
 
     def _spare_for_drafts(self) -> tuple[int, int]:
         """Half of the tokens that are left when each running request takes one, and the KV blocks likewise."""
@@ -117,7 +113,7 @@ class EngineCore:
         self._arrivals += spec.n
         self._registry.add(family)
         if spec.deadline_s is not None:
-            heapq.heappush(self._deadlines, (now + spec.deadline_s, family.choices[0].arrival, family))
+            self._deadlines.add(family, now + spec.deadline_s)
         events: list[Event] = []
         for request in list(family.live):
             finish = request.finish_after_last() if spec.replay and request.num_outputs else FINISH_NONE
@@ -150,11 +146,9 @@ class EngineCore:
     def expire(self, now: float) -> list[Event]:
         """Ends the requests whose deadline passed before they ran. To be called before `schedule`."""
         events: list[Event] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, family = heapq.heappop(self._deadlines)
-            if family.leader is not None and family.admitted is None:
-                late = StepFailure(DeadlineExceeded("").code_number, "the deadline passed while the request waited")
-                events.append(self._fail_all(family, late))
+        for family in self._deadlines.passed(now):
+            late = StepFailure(DeadlineExceeded("").code_number, "the deadline passed while the request waited")
+            events.append(self._fail_all(family, late))
         return events
 
     def _end(self, request: Request, finish: int) -> None:

@@ -64,10 +64,12 @@ class EncoderCache(Resource):
     def clip(self, request: Request, num_tokens: int, budget: int) -> int:  # noqa: ARG002 - tokens are no concern here
         """Ends before the first item for which there is no time or no room in this step.
 
-        With 0 a waiting request does not start: who waits for the encoder takes no place.
+        A waiting request does not start where that is the first item that it lacks, and others have
+        the time or the room: who waits for the encoder takes no place.
         """
-        time, room = self._left, self.capacity - self.used + self._idle_used
+        time, room = self._left, self._room
         seen: set[bytes] = set()
+        encodes = False
         for item in _within(request, num_tokens):
             output = self._outputs.get(item.hash)
             if item.hash in seen or (output is not None and output.holders):
@@ -76,7 +78,10 @@ class EncoderCache(Resource):
             room -= item.embeddings
             time -= item.embeddings if output is None else 0
             if time < 0 or room < 0:
-                return max(0, item.offset - request.num_computed)
+                waits_for_others = item.embeddings > self._left or item.embeddings > self._room
+                waits = request.epoch == 0 and not encodes and waits_for_others
+                return 0 if waits else max(0, item.offset - request.num_computed)
+            encodes = encodes or output is None
         return num_tokens
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
@@ -144,13 +149,18 @@ class EncoderCache(Resource):
 
     def why(self, request: Request) -> str | None:
         """The item that a waiting request cannot start without."""
-        if self.clip(request, 1, 1):
+        item = next((item for item in _all(request) if item.hash not in self._outputs), None)
+        if item is None or self.would_fit(request, ()):
             return None
-        item = next(_within(request, 1))
         return (
             f"waits for the encoder: its next item makes {item.embeddings} embeddings; "
             f"{self.used - self._idle_used} of {self.capacity} are held by running requests"
         )
+
+    @property
+    def _room(self) -> int:
+        """Embeddings that no holder needs."""
+        return self.capacity - self.used + self._idle_used
 
     def _hold(self, output: Output, request: Request) -> None:
         output.holders.add(request)

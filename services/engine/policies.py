@@ -149,6 +149,8 @@ class FairShare(Priority):
         if self._live[tenant] == 0:
             del self._live[tenant]
             heapq.heappush(self._idle, (self._used[tenant], tenant))
+            if not self._live:  # nobody is left to whom anybody could owe a share
+                self._floor = max(self._floor, *self._used.values())
         while self._idle and self._idle[0][0] <= self._floor:
             used, idle = heapq.heappop(self._idle)
             if idle not in self._live and self._used.get(idle) == used:

@@ -5,8 +5,9 @@ Each tenant has a queue of its own, and a line of tenants says whose head is nex
     tenants   (level, used, …) ─▶ A   (level, used, …) ─▶ B
     queues    A: r3 r7 r9             B: r4 r8
 
-Both are heaps with lazy removal. An entry of a tenant may be too small, because its head has been
-taken or its use has grown since; it is made right when it comes to the top. It is never too large.
+Both are heaps with lazy removal. The entry of a tenant that counts is the smallest one it was given.
+It may be too small, because its head has been taken or its use has grown since; it is made right when
+it comes to the top. It is never too large.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class WaitingLine:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._tenants: list[tuple[Rank, str]] = []
+        self._entries: dict[str, Rank] = {}  # the entry of each tenant that counts
         self._queues: dict[str, list[tuple[Rank, Request]]] = {}
         self._counts: dict[str, int] = {}  # live entries of each queue; none is 0
         self._places: dict[Request, Rank] = {}
@@ -52,7 +54,9 @@ class WaitingLine:
         heapq.heappush(queue, (place, request))
         self._counts[tenant] = self._counts.get(tenant, 0) + 1
         if queue[0][1] is request:
-            heapq.heappush(self._tenants, (self._rank(tenant, place), tenant))
+            rank = self._rank(tenant, place)
+            if tenant not in self._entries or rank < self._entries[tenant]:
+                self._enter(tenant, rank)
 
     def park(self, request: Request) -> None:
         """Counts a request without letting it be taken, until it is added."""
@@ -63,13 +67,16 @@ class WaitingLine:
         """The first one, left where it is."""
         while self._tenants:
             rank, tenant = self._tenants[0]
+            if self._entries.get(tenant) is not rank:
+                heapq.heappop(self._tenants)
+                continue
             head = self._head(tenant)
-            true_rank = self._rank(tenant, self._places[head]) if head else None
-            if rank == true_rank:
+            if head is not None and rank == (true_rank := self._full_rank(head)):
                 return head
             heapq.heappop(self._tenants)
-            if true_rank is not None and rank < true_rank:
-                heapq.heappush(self._tenants, (true_rank, tenant))
+            del self._entries[tenant]
+            if head is not None:
+                self._enter(tenant, true_rank)
         return None
 
     def pop(self) -> Request | None:
@@ -107,17 +114,19 @@ class WaitingLine:
         left = self._counts[tenant] - 1
         if left == 0:
             del self._counts[tenant], self._queues[tenant]
+            self._entries.pop(tenant, None)
         else:
             self._counts[tenant] = left
             queue = self._queues[tenant]
             if len(queue) > 2 * left + _SLACK:
                 queue[:] = [(place, each) for place, each in queue if self._places.get(each) is place]
                 heapq.heapify(queue)
-            head = self._head(tenant)
-            if head is not None:
-                heapq.heappush(self._tenants, (self._rank(tenant, self._places[head]), tenant))
-        if len(self._tenants) > 2 * len(self._queues) + _SLACK:
-            self._tenants = [(self._full_rank(head), each) for each in self._queues if (head := self._head(each))]
+
+    def _enter(self, tenant: str, rank: Rank) -> None:
+        self._entries[tenant] = rank
+        heapq.heappush(self._tenants, (rank, tenant))
+        if len(self._tenants) > 2 * len(self._entries) + _SLACK:
+            self._tenants = [(rank, tenant) for tenant, rank in self._entries.items()]
             heapq.heapify(self._tenants)
 
     def _head(self, tenant: str) -> Request | None:

@@ -78,6 +78,17 @@ def test_who_waits_for_the_encoder_takes_no_place() -> None:
     assert in_order(encoded(harness)) == ["a", "b"]
 
 
+def test_text_before_the_item_gives_no_place_to_who_waits_for_the_encoder() -> None:
+    harness = make_harness(budget=6, max_num_seqs=2, max_num_batched_tokens=30)
+    harness.submit(media_spec(1, 9, item("a", 3, 6)))
+    harness.submit(media_spec(2, 9, item("b", 3, 6)))
+    harness.submit(media_spec(3, 5))
+    harness.plan()
+    assert harness.running() == [1, 3]
+    harness.apply()
+    harness.run()
+
+
 def test_the_reason_names_the_encoder() -> None:
     harness = make_harness(budget=6, room=6)
     harness.submit(media_spec(1, 6, item("a", 0, 6)))

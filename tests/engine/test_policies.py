@@ -123,6 +123,18 @@ def test_idle_tenants_are_forgotten_once_they_owe_nothing() -> None:
     assert len(policy._idle) < 5
 
 
+def test_tenants_that_come_once_are_forgotten() -> None:
+    policy = FairShare()
+    for number in range(1000):
+        request = make_request(number, tenant=f"t{number}")
+        policy.entered(request)
+        policy.taken(request)
+        policy.charge(request, 5)
+        policy.left(request)
+    assert len(policy._used) < 5
+    assert len(policy._idle) < 5
+
+
 def test_tenants_that_always_wait_get_equal_shares_of_tokens() -> None:
     """Prompts of one tenant are ten times as long; the shares are counted in tokens."""
     draw = random.Random(5)

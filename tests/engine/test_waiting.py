@@ -25,8 +25,8 @@ def test_priority_then_who_ran_before_then_arrival() -> None:
         line.add(request)
     assert [line.position(request) for request in requests] == [2, 3, 1, 0, 4]
     order = []
-    while (request := line.pop()) is not None:
-        order.append(request.arrival)
+    while (first := line.pop()) is not None:
+        order.append(first.arrival)
     assert order == [3, 2, 0, 1, 4]
     assert line.tokens == 0
 
@@ -118,3 +118,14 @@ def test_a_line_that_many_leave_does_not_keep_them() -> None:
         line.discard(request)
     assert len(line._tenants) < 200
     assert len(line._queues[""]) < 200
+
+
+def test_tenants_that_leave_the_line_leave_nothing_in_it() -> None:
+    line = WaitingLine(FairShare())
+    line.add(make_request(0, -1, tenant="stays"))
+    for number in range(1, 1000):
+        request = make_request(number, tenant=f"t{number}")
+        line.add(request)
+        line.discard(request)
+    assert len(line._tenants) < 200
+    assert len(line._entries) == len(line._queues) == 1

@@ -19,15 +19,15 @@ PATIENCE = 60
 """Turns within which somebody must have got a token or ended."""
 
 
-def expected(spec: RequestSpec, choice: int, context_len: int) -> list[int]:
+def expected(spec: RequestSpec, choice: int, context_len: int, refrain: bool) -> list[int]:
     max_tokens = min(spec.max_tokens, context_len - len(spec.prompt))
     min_tokens = min(spec.min_tokens, max_tokens)
     return undisturbed(
-        spec.prompt, choice_seed(spec.seed, choice), max_tokens, spec.eos_ids | spec.stop_ids, min_tokens
+        spec.prompt, choice_seed(spec.seed, choice), max_tokens, spec.eos_ids | spec.stop_ids, min_tokens, refrain
     )
 
 
-def random_spec(draw: random.Random, handle: int, context_len: int) -> RequestSpec:
+def random_spec(draw: random.Random, handle: int, context_len: int, refrain: bool) -> RequestSpec:
     """Prompts share prefixes often: few letters, few beginnings."""
     beginning = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12][: draw.choice((0, 0, 4, 7, 8, 12))]
     prompt = beginning + [draw.randrange(3) for _ in range(draw.randint(0 if beginning else 1, 16))]
@@ -42,6 +42,7 @@ def random_spec(draw: random.Random, handle: int, context_len: int) -> RequestSp
         "stop_ids": frozenset(draw.sample(range(VOCABULARY), draw.choice((0, 3)))),
         "priority": draw.choice((0, 0, 0, 1, -1)),
         "cache_salt": draw.choice(("", "", "salt")),
+        "num_speculative_tokens": draw.choice((None, None, 0, 1)),
         "prompt_logprobs": draw.choice((None, None, None, 0)),
         "logprobs": draw.choice((None, 1)),
     }
@@ -50,7 +51,7 @@ def random_spec(draw: random.Random, handle: int, context_len: int) -> RequestSp
     if draw.random() < 0.2:
         replays = []
         for choice in range(n):
-            full = expected(spec, choice, context_len)
+            full = expected(spec, choice, context_len, refrain)
             replays.append(Replay(array("i", full[: draw.randint(0, len(full))])))
         spec = make_spec(handle, prompt, **given, replay=tuple(replays))
     return spec
@@ -71,15 +72,18 @@ class Storm:
                 num_blocks=draw.randint(24, 60) // block_size,
                 enable_prefix_caching=draw.random() < 0.8,
                 output_reserve_blocks=draw.choice((0, 1, 2)),
+                num_speculative_tokens=draw.choice((0, 0, 1, 3)),
+                max_speculative_tokens=draw.choice((0, 3, 5)),
                 steps_in_flight=depth,
             )
         )
+        self.refrain = self.harness.worker.refrain = draw.random() < 0.5
         self.specs: dict[int, RequestSpec] = {}
         self.aborted: set[tuple[int, int]] = set()
 
     def submit(self) -> None:
         handle = len(self.specs)
-        spec = random_spec(self.draw, handle, self.harness.core.context_len)
+        spec = random_spec(self.draw, handle, self.harness.core.context_len, self.refrain)
         self.specs[handle] = spec
         self.harness.submit(spec)
 
@@ -124,7 +128,7 @@ class Storm:
     def check_outputs(self) -> None:
         for (handle, choice), heard in self.harness.heard.items():
             spec = self.specs[handle]
-            right = expected(spec, choice, self.harness.core.context_len)
+            right = expected(spec, choice, self.harness.core.context_len, self.refrain)
             assert heard.ended
             assert heard.failed is None
             if (handle, choice) in self.aborted:
@@ -157,7 +161,7 @@ def test_only_poisoned_requests_fail(depth: int, seed: int) -> None:
     storm.harness.worker.fails = lambda names: bool(poisoned.intersection(names))
     storm.finish()
     for (handle, choice), heard in storm.harness.heard.items():
-        right = expected(storm.specs[handle], choice, storm.harness.core.context_len)
+        right = expected(storm.specs[handle], choice, storm.harness.core.context_len, storm.refrain)
         if f"r{handle}" in poisoned:
             replayed = storm.specs[handle].replay
             assert heard.failed is not None or (replayed and heard.tokens == right)

@@ -91,9 +91,10 @@ class EngineCore:
         self._deadlines = Deadlines()
 
     def _spare_for_drafts(self) -> tuple[int, int]:
-        """Half of the tokens that are left when each running request takes one, and the KV blocks likewise."""
+        """Half of the tokens and all KV blocks per group that are left when each running request takes one."""
         running = len(self.scheduler.running)
-        blocks = self.kv.available - (0 if self.config.output_reserve_blocks else running)
+        blocks = self.kv.available // len(self.config.kv_windows)
+        blocks -= 0 if self.config.output_reserve_blocks else running
         return (self.config.max_num_batched_tokens - running) // 2, blocks
 
     # Taking in

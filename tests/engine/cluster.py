@@ -30,15 +30,15 @@ LONG = 4000  # output tokens of a request that outlives its test
 
 
 class WorkerProcess:
-    """A simulated worker on a unix socket; killed and started again at will."""
+    """A worker on a unix socket, simulated unless told otherwise; killed and started again at will."""
 
-    def __init__(self, address: str, *options: str) -> None:
+    def __init__(self, address: str, *options: str, simulated: bool = True) -> None:
         self.address = address
-        self._options = options
+        self._options = ("--simulated", *options) if simulated else options
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "services.worker", "--simulated", "--listen", self.address]
+        command = [sys.executable, "-m", "services.worker", "--listen", self.address]
         command += ["--metrics-port", "0", "--log-level", "warning", *self._options]
         self._process = subprocess.Popen(command, cwd=ROOT)
 
@@ -134,9 +134,8 @@ class Gateway:
     async def submit(
         self, handle: int, prompt: Sequence[int], *, max_tokens: int = 8, token: bytes | None = None, **fields: Any
     ) -> Answer:
-        sampling = common_pb2.SamplingParams(
-            max_tokens=max_tokens, temperature=0, eos_token_ids=[EOS], **fields.pop("sampling", {})
-        )
+        asked = {"max_tokens": max_tokens, "temperature": 0, "eos_token_ids": [EOS]} | fields.pop("sampling", {})
+        sampling = common_pb2.SamplingParams(**asked)
         answer = Answer()
         for index, replay in enumerate(fields.get("replay", ())):
             answer.tokens[index] = list(array("i", replay.token_id_i32le))

@@ -185,9 +185,11 @@ def test_drafts_take_no_block_that_others_may_need() -> None:
 
 
 @pytest.mark.parametrize("reserve", [0, 1])
-def test_a_step_preempts_as_often_with_drafts_as_without(reserve: int) -> None:
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+def test_a_step_preempts_as_often_with_drafts_as_without(reserve: int, windows: tuple[int | None, ...]) -> None:
     """Each step is planned twice, the second time by a copy of the core that has no room for drafts."""
-    harness = make_harness(5, num_blocks=10, output_reserve_blocks=reserve)
+    num_blocks = 10 * len(windows)
+    harness = make_harness(5, num_blocks=num_blocks, output_reserve_blocks=reserve, kv_windows=windows)
     for handle in range(4):
         harness.submit(make_spec(handle, REFRAIN[: 3 + handle], 20, seed=handle))
     while harness.core.has_work:

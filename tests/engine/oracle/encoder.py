@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from services.engine.limits import CoreConfig
 from services.engine.request import MediaItem
 from tests.engine.oracle.choice import Choice
@@ -31,17 +33,20 @@ class Encoder:
     def clip(self, choice: Choice, start: int, tokens: int) -> int:
         """How many of these tokens have their embeddings, or get them in this step."""
         held = {key: size for key, size in self.kept.items() if key not in self.idle}
-        spent = self.spent
+        room = left(self.config.encoder_cache_size, sum(held.values()))
+        time = left(self.config.encoder_budget, self.spent)
+        wanted = encodes = 0
         for item in self.reached(choice, start, start + tokens):
             if item.hash in held:
                 continue
             held[item.hash] = item.embeddings
+            wanted += item.embeddings
+            is_first = encodes == 0
             if item.hash not in self.kept:
-                spent += item.embeddings
-            if _exceeds(sum(held.values()), self.config.encoder_cache_size) or _exceeds(
-                spent, self.config.encoder_budget
-            ):
-                return max(0, item.offset - start)
+                encodes += item.embeddings
+            if wanted > room or encodes > time:
+                waits = is_first and not choice.running and item.embeddings > min(room, time)
+                return 0 if waits else max(0, item.offset - start)
         return tokens
 
     def encode(self, choice: Choice, start: int, tokens: int) -> None:
@@ -52,7 +57,7 @@ class Encoder:
         for item in reached:
             if item.hash in self.kept:
                 continue
-            while _exceeds(sum(self.kept.values()) + item.embeddings, self.config.encoder_cache_size):
+            while item.embeddings > left(self.config.encoder_cache_size, sum(self.kept.values())):
                 dropped = self.idle.pop(0)
                 del self.kept[dropped]
                 self.dropped.append(dropped)
@@ -67,7 +72,7 @@ class Encoder:
             return True
         stay = {item.hash for choice in running if choice not in victims for item in choice.holds}
         held = sum(self.kept[key] for key in stay)
-        return not _exceeds(held + first.embeddings, self.config.encoder_cache_size)
+        return first.embeddings <= left(self.config.encoder_cache_size, held)
 
     def let_go(self, choice: Choice, end: int | None, live: list[Choice]) -> None:
         """Items that end at `end` or before are over for the choice; without an end, all."""
@@ -78,5 +83,6 @@ class Encoder:
                     self.idle.append(item.hash)
 
 
-def _exceeds(embeddings: int, limit: int | None) -> bool:
-    return limit is not None and embeddings > limit
+def left(limit: int | None, used: int) -> float:
+    """Embeddings; without a limit there is no end of them."""
+    return inf if limit is None else limit - used

@@ -27,6 +27,8 @@ from services.engine.resources import Resource
 
 INDEXED_PER_STEP = 256
 """Tokens of one request that one step takes into its index at most; a long prompt takes many steps."""
+STRIDE = 4
+"""Tokens from one look for a repetition to the next while there is none: a look costs as much as a plain step."""
 FIRST_PAUSE, LONGEST_PAUSE = 2, 64
 """Tokens that a request goes on without drafts after some that were of no use."""
 
@@ -74,6 +76,9 @@ class Drafts(Resource):
         if not decodes or len(tokens) < request.draft_from:
             return num_tokens
         place = request.ngrams.find(tokens, config.ngram_max)
+        if place == 0 and not request.draft_awaited:
+            request.draft_from = len(tokens) + STRIDE
+            return num_tokens
         if in_flight:
             request.draft_awaited = place > 0 and self._blocks > 0 and self._room(request, budget) > 0
             return 0 if request.draft_awaited else num_tokens

@@ -43,12 +43,12 @@ def drafts_of(plans: Sequence[StepPlan]) -> list[list[int]]:
 @pytest.mark.parametrize("prompt", [[1, 1, 1], [7] * 48, REFRAIN, [3, 1, 4, 1, 5], [9]])
 def test_outputs_are_those_without_drafts_in_fewer_steps(depth: int, drafts: int, prompt: list[int]) -> None:
     harness = make_harness(drafts, steps_in_flight=depth)
-    harness.submit(make_spec(1, prompt, 40))
+    harness.submit(make_spec(1, prompt, 80))
     harness.run()
-    assert harness.tokens(1) == undisturbed(prompt, 1, 40, refrain=True)
+    assert harness.tokens(1) == undisturbed(prompt, 1, 80, refrain=True)
     counters = harness.core.counters
     assert counters.draft_tokens_accepted > 0
-    assert len([plan for plan in harness.plans if plan.rows]) < 40
+    assert len([plan for plan in harness.plans if plan.rows]) < 80
     assert counters.drafts == len(drafts_of(harness.plans))
     assert counters.draft_tokens == sum(map(len, drafts_of(harness.plans)))
     assert sum(counters.drafts_accepted_at) == counters.draft_tokens_accepted
@@ -236,10 +236,10 @@ def test_pauses_grow_while_drafts_are_of_no_use() -> None:
     harness = make_harness(4, max_model_len=2000, num_blocks=600)
     harness.worker.refrain = False  # the worker says what it wants: a draft agrees once in 50 times
     prompt = [at % 5 for at in range(50)] + list(range(50)) * 4
-    harness.submit(make_spec(1, prompt, 1000))
+    harness.submit(make_spec(1, prompt, 400))
     harness.run()
-    assert harness.tokens(1) == undisturbed(prompt, 1, 1000)
-    assert 3 < harness.core.counters.drafts < 60
+    assert harness.tokens(1) == undisturbed(prompt, 1, 400)
+    assert 0 < harness.core.counters.drafts < 40
 
 
 def test_the_index_goes_with_the_request() -> None:

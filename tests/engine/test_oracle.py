@@ -12,7 +12,7 @@ from tests.engine.oracle.workload import POLICIES, Action, Workload, random_work
 
 SAMPLE = 40
 """Workloads of each policy and depth in `make test`."""
-ALL = 2000
+ALL = 1000
 """The same in `make test-slow`."""
 
 

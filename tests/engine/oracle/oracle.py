@@ -108,6 +108,8 @@ class Oracle:
     def _end(self, choice: Choice, reason: int) -> None:
         self._leave(choice)
         self.live.remove(choice)
+        if not self.live:
+            self.order.nothing_is_live()
         choice.ended = reason
 
     def _leave(self, choice: Choice) -> None:
@@ -236,7 +238,11 @@ class Oracle:
         tokens = min(choice.known - start, step.budget)
         if others_wait:
             tokens = self._cap(tokens)
-        return self.encoder.clip(choice, start, tokens)
+        tokens = self.encoder.clip(choice, start, tokens)
+        if tokens == 0:  # what it found has been of use
+            self.pool.hold(choice, found)
+            self.pool.take_back(choice)
+        return tokens
 
     def _begin_at(self, choice: Choice, found: list[int]) -> int:
         return min(len(found) * self.config.block_size, choice.known - 1)

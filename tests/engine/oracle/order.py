@@ -41,3 +41,6 @@ class Order:
     def taken(self, choice: Choice) -> None:
         """The choice has been tried, as the first of the line."""
         self.last_served = max(self.last_served, self.charged[choice.tenant])
+
+    def nothing_is_live(self) -> None:
+        self.last_served = max([self.last_served, *self.charged.values()])

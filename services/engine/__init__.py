@@ -9,6 +9,7 @@ workers          the worker group: made to stand, driven, lost, made to stand ag
 wire/            protobuf to plain data and back
 sessions         what each gateway has been told, and what it has yet to be told
 journal          what the log says of requests
+cache_watch      who watches the prefix index
 records          what came of each accepted request
 metrics          Prometheus series under the names that dashboards know
 core             the pure core: submit, abort, schedule, apply
@@ -19,9 +20,12 @@ scheduler        what runs in the next step
 cache_events     what becomes of the prefix index, numbered, for those who watch
 kv/              KV blocks: the pool, the prefix index, what a request holds
 encoder_cache    the resource of media: encoder time, and room for what it makes
+drafts           the resource of speculative decoding: what a request's own tokens propose
+grammar          the resource of constraints: who waits for a grammar, and what a row may say next
 prompt_logprobs  the resource of requests that ask for log probabilities of their prompt
 intake           the checks before anything of a request is kept
 outcome          what a worker answered, cut per request
+deadlines        who gives up when
 waiting          the line of those who wait
 policies         the order of that line
 resources        what limits who runs: one protocol for every feature
@@ -29,7 +33,10 @@ report           what the core says about itself
 plan             one step, on its way to the workers and back
 limits           the numbers that the core is made with
 request          what was asked, and where it stands
+ngrams           where a sequence of tokens has been before
+matching         what the core knows of grammars
 events           what the core tells the gateways
+grammars         llguidance at work: grammars compiled in threads
 standing         what the worker group holds once it stands
 config           every knob, each with its one definition
 """

@@ -34,7 +34,7 @@ class Standing:
 
     model: ModelCard
     device: str
-    kv_groups: int
+    kv_windows: tuple[int | None, ...]  # per KV group, tokens that attention looks back over; None is all
     num_blocks: int
     block_size: int  # tokens
     bytes_per_block: int

@@ -151,7 +151,7 @@ class WorkerGroup:
         return Standing(
             model=cards.to_card(model, name),
             device=hello.device,
-            kv_groups=len(loaded.kv_groups),
+            kv_windows=cards.to_windows(loaded.kv_groups),
             num_blocks=num_blocks,
             block_size=settings.block_size,
             bytes_per_block=plan.bytes_per_block,

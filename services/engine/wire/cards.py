@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from protos import common_pb2
+from collections.abc import Iterable
+
+from protos import common_pb2, worker_pb2
+from services.common.errors import InvalidArgument
 from services.engine.standing import ModelCard, TextFile
 
 CONTRACT_VERSION = 1
@@ -32,6 +35,14 @@ def to_card(model: common_pb2.ModelInfo, name: str) -> ModelCard:
         capabilities=tuple(model.capabilities),
         created_s=model.created_s,
     )
+
+
+def to_windows(groups: Iterable[worker_pb2.KvGroup]) -> tuple[int | None, ...]:
+    """How far each KV group looks back. Raises InvalidArgument where a model has no group or one sees nothing."""
+    windows = tuple(group.sliding_window if group.HasField("sliding_window") else None for group in groups)
+    if not windows or 0 in windows:
+        raise InvalidArgument("the model has no KV group, or one with a window of 0", field="kv_groups")
+    return windows
 
 
 def model_message(card: ModelCard) -> common_pb2.ModelInfo:

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from services.common.errors import DeadlineExceeded, TriptychError, Unavailable, internal
 from services.common.logs import Log
+from services.engine.cache_watch import CacheWatch
 from services.engine.config import EngineSettings
 from services.engine.core import CoreConfig, EngineCore
 from services.engine.events import FINISH_ABORT, FINISH_NONE, Event, Failed, StepFailure
@@ -44,6 +45,7 @@ def core_config(settings: EngineSettings, standing: Standing) -> CoreConfig:
         block_size=standing.block_size,
         num_blocks=standing.num_blocks,
         vocab_size=standing.model.vocab_size,
+        kv_windows=standing.kv_windows,
         enable_prefix_caching=settings.enable_prefix_caching,
         output_reserve_blocks=settings.output_reserve_blocks,
         policy=settings.policy,
@@ -82,6 +84,7 @@ class EngineLoop:
         self._make_core = make_core
         self._core = make_core()
         self.load: Load = self._core.load()
+        self.cache = CacheWatch(self._core.kv)
         self._workers = workers
         self._metrics = metrics
         self._journal = Journal()
@@ -154,6 +157,7 @@ class EngineLoop:
         _log.error("core failed, an empty one takes its place", exc_info=error, error_id=failure.error_id)
         told = StepFailure(failure.code_number, failure.message, failure.error_id)
         self._core = self._make_core()
+        self.cache.follow(self._core.kv)
         self._metrics.new_core()
         self._emit([Failed(record.spec.owner, None, told) for record in self.sessions.unfinished()])
         self._show_load()
@@ -321,6 +325,7 @@ class EngineLoop:
             self._settled.set()
         for watcher in self._watchers:
             watcher.set()
+        self.cache.poll()
 
     def _emit(self, events: Iterable[Event]) -> None:
         """Notes events for their gateways, behind those that are still unsaid; the streams take them from there."""

@@ -269,9 +269,6 @@ async def test_what_is_not_built_is_refused_by_name(gateway: Gateway) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await gateway.stub.Profile(engine_pb2.EngineServiceProfileRequest())
     assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await gateway.stub.WatchCache(engine_pb2.WatchCacheRequest()).read()
-    assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
     gateway.answers[3] = answer = await gateway.submit(2, [1])
     await gateway.send(resume=engine_pb2.ResumeRow(handle=3))
     await gateway.until(lambda: answer.rejected)

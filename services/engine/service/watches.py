@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from protos import common_pb2, engine_pb2
-from services.common.errors import InvalidArgument, NotFound, Unimplemented
+from services.common.errors import InvalidArgument, NotFound
 from services.engine.service.opened import Context, OpenedService
 from services.engine.wire import frames
 
@@ -44,9 +44,19 @@ class WatchCalls(OpenedService):
         loop = self._loop
         return frames.load_message(loop.load, loop.silence_s)
 
-    async def WatchCache(self, request: engine_pb2.WatchCacheRequest, context: Context) -> None:
-        """Refused by name."""
-        raise Unimplemented("WatchCache is not built")
+    async def WatchCache(
+        self, request: engine_pb2.WatchCacheRequest, context: Context
+    ) -> AsyncIterator[engine_pb2.WatchCacheResponse]:
+        """What is in the prefix index, or what has happened since a message that was told before; then what happens."""
+        cache = self._loop.cache
+        watcher = cache.open(request.from_sequence if request.HasField("from_sequence") else None)
+        try:
+            while True:
+                while (message := watcher.take()) is not None:
+                    yield frames.cache_message(message)
+                await watcher.wake.wait()
+        finally:
+            cache.close(watcher)
 
     async def Explain(
         self, request: engine_pb2.EngineServiceExplainRequest, context: Context

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from protos import common_pb2, engine_pb2
 from services.common.errors import TriptychError
+from services.engine.cache_events import CacheMessage
 from services.engine.events import Failed, LogprobColumns
 from services.engine.report import Load
 from services.engine.sessions import Outgoing, Rows
@@ -78,6 +79,17 @@ def failure_message(error: TriptychError) -> common_pb2.Failure:
         reason=error.reason,
         retry_after_ms=error.retry_after_ms,
         error_id=error.error_id,
+    )
+
+
+def cache_message(message: CacheMessage) -> engine_pb2.WatchCacheResponse:
+    """What has happened to the prefix index."""
+    return engine_pb2.WatchCacheResponse(
+        sequence=message.sequence,
+        cleared=message.cleared,
+        stored_hashes=message.stored,
+        stored_parents=message.parents,
+        removed_hashes=message.removed,
     )
 
 

@@ -75,7 +75,7 @@ class EncoderCache(Resource):
             if item.hash in seen or (output is not None and output.holders):
                 continue
             seen.add(item.hash)
-            room -= item.embeddings
+            room -= item.embeddings if output is None else output.item.embeddings  # what a gateway once said of it
             time -= item.embeddings if output is None else 0
             if time < 0 or room < 0:
                 waits_for_others = item.embeddings > self._left or item.embeddings > self._room

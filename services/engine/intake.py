@@ -36,6 +36,7 @@ def check(spec: RequestSpec, context_len: int, vocab_size: int) -> None:
 def check_media(spec: RequestSpec, largest_item: int) -> None:
     """Refuses media that do not lie in the prompt one after another, or that could never be encoded."""
     free_from = 0
+    sizes: dict[bytes, int] = {}
     for index, item in enumerate(spec.media):
         field = f"media[{index}]"
         if item.length < 1 or item.offset < free_from or item.offset + item.length > len(spec.prompt):
@@ -50,6 +51,8 @@ def check_media(spec: RequestSpec, largest_item: int) -> None:
             raise InvalidArgument(
                 f"{field} makes {item.embeddings} embeddings; the encoder takes {largest_item} at most", field=field
             )
+        if sizes.setdefault(item.hash, item.embeddings) != item.embeddings:
+            raise InvalidArgument(f"{field} has another size than an earlier item with its hash", field=field)
         free_from = item.offset + item.length
 
 

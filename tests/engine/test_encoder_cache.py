@@ -138,6 +138,10 @@ def test_an_item_twice_in_one_prompt_is_encoded_once_where_its_room_is_not_wante
         ((item("a", 5, 4),), r"media\[0\] takes 4 tokens from 5 on; the prompt has 8"),
         ((item("a", 0, 4), item("b", 3, 2)), r"media\[1\] takes 2 tokens from 3 on; the prompt has 8, free from 4 on"),
         ((item("a", 0, 4, 5),), r"media\[0\] has 5 embeddings for 4 tokens"),
+        (
+            (item("a", 0, 4), item("a", 4, 4, 3)),
+            r"media\[1\] has another size than an earlier item with its hash",
+        ),
         ((item("a", 0, 7),), r"media\[0\] makes 7 embeddings; the encoder takes 6 at most"),
     ],
 )
@@ -221,6 +225,14 @@ def test_a_storm_with_media_changes_no_output(seed: int) -> None:
         right = undisturbed(spec.prompt, choice_seed(spec.seed, choice), spec.max_tokens)
         assert heard.tokens == right[: len(heard.tokens)]
         assert heard.finish == 5 or heard.tokens == right
+
+
+def test_sizes_that_gateways_disagree_on_break_nothing() -> None:
+    harness = make_harness(budget=10, room=10)
+    for handle, (length, embeddings) in enumerate(((8, 8), (8, 1), (9, 9), (8, 2), (8, 8)), 1):
+        harness.submit(media_spec(handle, 12, item("a", 1, length, embeddings), item(f"b{handle}", 10, 2)))
+    harness.run()
+    assert all(heard.finish for heard in harness.heard.values())
 
 
 def random_media_spec(draw: random.Random, handle: int) -> RequestSpec:

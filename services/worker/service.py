@@ -305,10 +305,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
             stream.masks.expire(step.step_id)
         masks = stream.masks.expect(step.step_id) if wire.waits_for_masks(step) else None
         self._stepper.expect()
-        stream.answers.put_nowait(self._thread.run(partial(self._answer, stream, step, masks)))
+        stream.answers.put_nowait(self._thread.run(partial(self._answer, stream, step, masks, stream.last_frame)))
 
     def _answer(
-        self, stream: _Stream, step: worker_pb2.Step, masks: Future[worker_pb2.StepMasks] | None
+        self, stream: _Stream, step: worker_pb2.Step, masks: Future[worker_pb2.StepMasks] | None, received_s: float
     ) -> worker_pb2.StepResult:
         """One step, on the step thread. `masks` is there where the step's flags ask for it."""
         begun = time.monotonic_ns()
@@ -320,7 +320,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
             if stream.closed or life.shape is None or life.model is None:
                 return None
             bounds = wire.bounds_of(life.shape, life.model)
-            decoded = wire.decode_step(step, bounds)
+            decoded = wire.decode_step(step, bounds, received_s)
 
             def masks_of_step() -> Masks:
                 assert masks is not None

@@ -87,6 +87,8 @@ class SimulatedRunner:
         self._kv_cache_bytes = kv_cache_bytes
         self._kv_windows = tuple(kv_windows)
         self._released = threading.Event()
+        self._free_at = 0.0  # when the last step ended, by time.monotonic()
+        self._hung_until = 0.0
         self._rows: dict[int, Row] = {}
         self._encoded: set[bytes] = set()
         self._model_path: str | None = None
@@ -148,8 +150,13 @@ class SimulatedRunner:
         return shape.num_blocks * shape.block_size * _BYTES_PER_TOKEN if shape else 0
 
     def execute(self, step: StepInput, masks: Callable[[], Masks]) -> StepOutput:
-        """Samples for the rows that ask, and sleeps until the cost of the step is paid."""
-        ends = time.monotonic() + self._cost.seconds(int(step.num_tokens.sum()), len(step.rows))
+        """Samples for the rows that ask, and sleeps until the cost of the step is paid.
+
+        What is simulated is a device with a clock of its own: a step that is there when the one before it ends
+        begins right then, whatever this process still has to do around the two.
+        """
+        begins = max(self._free_at, step.received_s)
+        ends = begins + self._cost.seconds(int(step.num_tokens.sum()), len(step.rows))
         self._prepare(step)
         results: dict[int, RowResult] = {}
         prompts: list[PromptLogprobs] = []
@@ -174,12 +181,14 @@ class SimulatedRunner:
         if any(work.flags & MASKED for work, _ in sampling):
             time.sleep(max(0.0, ends - time.monotonic()))
             given = masks()
+            ends = max(ends, time.monotonic())
         for work, row in sampling:
             dropped = work.number in given and given[work.number] is None
             if dropped:
                 results[work.number] = RowResult(work.number, row.epoch, ROW_DROPPED)
             else:
                 results[work.number] = self._sample(work, row, given.get(work.number))
+        self._free_at = max(ends, self._hung_until)
         time.sleep(max(0.0, ends - time.monotonic()))
         ordered = (results[row] for row in step.rows.tolist() if row in results)
         return StepOutput(step.step_id, tuple(ordered), tuple(prompts), tuple(pooled))
@@ -222,6 +231,7 @@ class SimulatedRunner:
         if row.meets(entry.hang_at) and entry.fires(entry.hang_at):
             _log.warning("hangs as scripted", output=row.outputs)
             self._released.wait(None if entry.hang_ms is None else entry.hang_ms / 1000)
+            self._hung_until = time.monotonic()
         if row.outputs == entry.fail_at and entry.fires(entry.fail_at):
             raise StepFailed(f"fails as scripted at output token {row.outputs}")
 

@@ -78,6 +78,7 @@ class StepInput:
     """The contract's Step, decoded and checked."""
 
     step_id: int
+    received_s: float  # when its frame came, by time.monotonic()
     resync: bool
     freed_rows: Int32
     new_rows: tuple[NewRow, ...]

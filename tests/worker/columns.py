@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,6 +54,7 @@ def step(
     drafts: dict[int, Sequence[int]] | None = None,
     media: Sequence[MediaItem] = (),
     dropped: Sequence[bytes] = (),
+    received_s: float | None = None,
 ) -> StepInput:
     """A step of (row, computed, tokens); rows sample unless told otherwise.
 
@@ -65,6 +67,7 @@ def step(
     drafted = [list((drafts or {}).get(row, ())) for row, _, _ in rows]
     return StepInput(
         step_id=step_id,
+        received_s=time.monotonic() if received_s is None else received_s,
         resync=False,
         freed_rows=ints(*freed),
         new_rows=tuple(new),

@@ -33,7 +33,7 @@ BOUNDS = wire.Bounds(SHAPE, kv_groups=1, vocab_size=100)
 def test_a_whole_step() -> None:
     message = frame(7, [(2, 0, 3), (0, 9, 1)], [new_row(2, [4, 5, 6], epoch=2**63, prompt_len=2)], freed=[1, 2])
     message.first_writable_i32le = pack(0, 10)
-    decoded = wire.decode_step(message, BOUNDS)
+    decoded = wire.decode_step(message, BOUNDS, 7.5)
     assert (decoded.step_id, decoded.resync) == (7, False)
     assert decoded.freed_rows.tolist() == [1, 2]
     assert decoded.rows.tolist() == [2, 0]
@@ -54,7 +54,7 @@ def test_a_whole_step() -> None:
 
 
 def test_an_empty_step_frees_rows() -> None:
-    assert wire.decode_step(worker_pb2.Step(step_id=1, freed_row_i32le=pack(3)), BOUNDS).freed_rows.tolist() == [3]
+    assert wire.decode_step(worker_pb2.Step(step_id=1, freed_row_i32le=pack(3)), BOUNDS, 7.5).freed_rows.tolist() == [3]
 
 
 def test_sampling_parameters() -> None:
@@ -146,7 +146,7 @@ def test_a_malformed_column_is_named(field: str, change: Change) -> None:
     message = frame(1, [(2, 0, 3), (0, 9, 1)], [new_row(2, [4, 5, 6])])
     change(message)
     with pytest.raises(InvalidArgument) as caught:
-        wire.decode_step(message, BOUNDS)
+        wire.decode_step(message, BOUNDS, 7.5)
     assert caught.value.field == field
     assert field.rsplit(".", maxsplit=1)[-1] in caught.value.message
 
@@ -163,7 +163,7 @@ def test_what_is_not_built_is_refused_by_name(field: str, change: Change) -> Non
     message = frame(1, [(2, 0, 3), (0, 9, 1)], [new_row(2, [4, 5, 6])])
     change(message)
     with pytest.raises(Unimplemented) as caught:
-        wire.decode_step(message, BOUNDS)
+        wire.decode_step(message, BOUNDS, 7.5)
     assert caught.value.field == field
 
 
@@ -191,7 +191,7 @@ def test_what_is_not_built_is_refused_by_name(field: str, change: Change) -> Non
 )
 def test_a_bad_request_is_at_fault_alone(named: str, sampling: dict[str, Any]) -> None:
     message = frame(1, [(2, 0, 1), (0, 0, 1)], [new_row(2, [4], **sampling), new_row(0, [4])])
-    bad, good = wire.decode_step(message, BOUNDS).new_rows
+    bad, good = wire.decode_step(message, BOUNDS, 7.5).new_rows
     assert bad.fault is not None
     assert named in bad.fault
     assert good.fault is None
@@ -199,11 +199,11 @@ def test_a_bad_request_is_at_fault_alone(named: str, sampling: dict[str, Any]) -
 
 def test_ids_outside_the_vocabulary_and_media_are_faults() -> None:
     for ids in ([100], [-1]):
-        (new,) = wire.decode_step(frame(1, [(0, 0, 1)], [new_row(0, ids)]), BOUNDS).new_rows
+        (new,) = wire.decode_step(frame(1, [(0, 0, 1)], [new_row(0, ids)]), BOUNDS, 7.5).new_rows
         assert "token_id_i32le" in (new.fault or "")
     message = frame(1, [(0, 0, 1)], [new_row(0, [1])])
     message.new_rows[0].media.add(modality="image")
-    assert "media" in (wire.decode_step(message, BOUNDS).new_rows[0].fault or "")
+    assert "media" in (wire.decode_step(message, BOUNDS, 7.5).new_rows[0].fault or "")
 
 
 DRAFTED = {"draft_count_i32le": pack(2, 0, 1), "draft_id_i32le": pack(7, 99, 8)}
@@ -217,10 +217,10 @@ def drafted(**changes: Any) -> Any:
 
 
 def test_drafts() -> None:
-    decoded = wire.decode_step(drafted(), BOUNDS)
+    decoded = wire.decode_step(drafted(), BOUNDS, 7.5)
     assert decoded.draft_counts.tolist() == [2, 0, 1]
     assert decoded.draft_ids.tolist() == [7, 99, 8]
-    without = wire.decode_step(drafted(draft_count_i32le=pack(0, 0, 0), draft_id_i32le=b""), BOUNDS)
+    without = wire.decode_step(drafted(draft_count_i32le=pack(0, 0, 0), draft_id_i32le=b""), BOUNDS, 7.5)
     assert len(without.draft_counts) == len(without.draft_ids) == 0
 
 
@@ -238,19 +238,19 @@ def test_drafts() -> None:
 )
 def test_drafts_that_do_not_fit_are_named(field: str, changes: dict[str, bytes]) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        wire.decode_step(drafted(**changes), BOUNDS)
+        wire.decode_step(drafted(**changes), BOUNDS, 7.5)
     assert caught.value.field == field
 
 
 def test_some_rows_of_a_step() -> None:
     message = drafted(first_writable_i32le=pack(1, 2, 3), block_count_i32le=pack(1, 0, 0, 2, 0, 1), flags_u8=b"\1\0\1")
     message.block_id_i32le = pack(11, 12, 13, 14)
-    some = wire.decode_step(message, replace(BOUNDS, kv_groups=2)).only(np.array([True, False, True]))
+    some = wire.decode_step(message, replace(BOUNDS, kv_groups=2), 7.5).only(np.array([True, False, True]))
     assert (some.rows.tolist(), some.num_tokens.tolist(), some.num_computed.tolist()) == ([2, 1], [3, 2], [9, 9])
     assert (some.flags.tolist(), some.first_writable.tolist()) == ([1, 1], [1, 3])
     assert (some.block_counts.tolist(), some.block_ids.tolist()) == ([1, 0, 0, 1], [11, 14])
     assert (some.draft_counts.tolist(), some.draft_ids.tolist()) == ([2, 1], [7, 99, 8])
-    plain = wire.decode_step(frame(1, [(2, 9, 3), (0, 9, 1)]), BOUNDS).only(np.array([False, True]))
+    plain = wire.decode_step(frame(1, [(2, 9, 3), (0, 9, 1)]), BOUNDS, 7.5).only(np.array([False, True]))
     assert (plain.rows.tolist(), plain.draft_counts.tolist(), plain.draft_ids.tolist()) == ([0], [], [])
 
 
@@ -264,7 +264,7 @@ def test_media() -> None:
     message.new_rows[0].media.add(**{**ITEM, "offset": 4, "length": 2})
     message.encode.add(media=common_pb2.MediaRef(**ITEM), source="127.0.0.1:9")
     message.dropped_media.append(b"x" * 32)
-    decoded = wire.decode_step(message, MEDIA)
+    decoded = wire.decode_step(message, MEDIA, 7.5)
     item = MediaItem(b"h" * 32, "image", 1, 3, 2)
     assert (decoded.encode, decoded.dropped_media) == ((item,), (b"x" * 32,))
     assert decoded.new_rows[0].media == (item, replace(item, offset=4, length=2))
@@ -283,7 +283,7 @@ def test_malformed_media_are_named(field: str, change: Change) -> None:
     message = frame(1, [(0, 0, 1)], [new_row(0, [4])])
     change(message)
     with pytest.raises(InvalidArgument) as caught:
-        wire.decode_step(message, MEDIA)
+        wire.decode_step(message, MEDIA, 7.5)
     assert caught.value.field == field
 
 
@@ -292,7 +292,7 @@ def test_media_that_do_not_lie_in_the_prompt_one_after_another_are_a_fault(offse
     message = frame(1, [(0, 0, 2)], [new_row(0, [4, 5, 6, 7, 8, 9], prompt_len=5)])
     for offset in offsets:
         message.new_rows[0].media.add(**{**ITEM, "offset": offset})
-    (new,) = wire.decode_step(message, MEDIA).new_rows
+    (new,) = wire.decode_step(message, MEDIA, 7.5).new_rows
     assert "media at" in (new.fault or "")
 
 
@@ -353,8 +353,8 @@ def test_pooled_vectors_where_the_runner_makes_them() -> None:
     message = frame(1, [(2, 0, 3)], [new_row(2, [4, 5, 6])])
     message.flags_u8 = bytes([POOLS])
     with pytest.raises(Unimplemented, match="pooled vectors"):
-        wire.decode_step(message, BOUNDS)
-    assert wire.decode_step(message, replace(BOUNDS, pools=True)).flags.tolist() == [POOLS]
+        wire.decode_step(message, BOUNDS, 7.5)
+    assert wire.decode_step(message, replace(BOUNDS, pools=True), 7.5).flags.tolist() == [POOLS]
     output = StepOutput(1, (RowResult(2, 9, ROW_OK),), pooled=(Pooled(2, 9, (0.5, -1.0)),))
     (vector,) = wire.encode_result(output, 0).pooled
     assert (vector.row, vector.epoch) == (2, 9)

@@ -45,8 +45,8 @@ def bounds_of(shape: CacheShape, model: LoadedModel) -> Bounds:
     return Bounds(shape, len(model.kv_groups), model.vocab_size, model.pools, model.media)
 
 
-def decode_step(step: worker_pb2.Step, bounds: Bounds) -> StepInput:
-    """The step, checked. Raises InvalidArgument or Unimplemented naming the column."""
+def decode_step(step: worker_pb2.Step, bounds: Bounds, received_s: float) -> StepInput:
+    """The step, checked; it came at `received_s`. Raises InvalidArgument or Unimplemented naming the column."""
     shape = bounds.shape
     rows = column(step.row_i32le, "row_i32le")
     distinct(within(rows, 0, shape.max_num_seqs, "row_i32le"), "row_i32le")
@@ -72,6 +72,7 @@ def decode_step(step: worker_pb2.Step, bounds: Bounds) -> StepInput:
     freed = column(step.freed_row_i32le, "freed_row_i32le")
     return StepInput(
         step_id=step.step_id,
+        received_s=received_s,
         resync=step.resync,
         freed_rows=within(freed, 0, shape.max_num_seqs, "freed_row_i32le"),
         new_rows=_new_rows(step.new_rows, bounds),

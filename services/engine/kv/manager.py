@@ -109,8 +109,8 @@ class KvCache(Resource):
         for table in request.tables:
             table.blocks += self.pool.take(count)
         request.blocks_covered += count
-        if request.blocks_promised:
-            until = request.limit if request.promise_firm else len(request.tokens)
+        until = request.limit if request.promise_firm else len(request.tokens)
+        if end < until or request.blocks_promised:
             held = sum([len(table.blocks) for table in request.tables])
             self._promise(request, max(0, self._groups.claim(end, until) - held) if end < until else 0)
         return True
@@ -270,10 +270,13 @@ class KvCache(Resource):
 
         |  not looked at  |─ found ─|─ found ─|─ found ─|
                           ▲ low                         ▲ hits       done when low reaches the first one needed
+
+        At least the last one must be found, though with a window of 1 nothing is needed of it.
         """
         hits = low = most
         while hits:
             first = first_needed(min(hits * self.block_size, known - 1), window, self.block_size)
+            first = min(first, hits - 1)
             while low > first and self.pool.find(names[low - 1], group) is not None:
                 low -= 1
             if low <= first:

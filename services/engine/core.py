@@ -233,6 +233,7 @@ class EngineCore:
         plan = self._in_flight.popleft()
         if outcome.status != STEP_OK:
             return self._step_failed(plan, outcome)
+        self.encoder.missing(outcome.missing_media)
         events: list[Event] = tell_prompt_logprobs(outcome, self.scheduler.rows)
         answers = {epoch: at for at, epoch in enumerate(outcome.epochs)}
         statuses, counts = outcome.row_status, outcome.token_counts.tolist()
@@ -246,7 +247,7 @@ class EngineCore:
             status, count = (ROW_OK, 0) if at is None else (statuses[at], counts[at])
             drafted = len(request.draft) if samples else 0
             if status != ROW_OK or (samples and not 1 <= count <= drafted + 1):
-                self._row_failed(request, status, events)
+                self._row_failed(request, status, outcome, events)
                 continue
             if drafted:  # tokens that are not known yet are told of by the next step
                 self._drafts.settle(request, count)
@@ -297,8 +298,8 @@ class EngineCore:
 
     # Failing
 
-    def _row_failed(self, request: Request, status: int, events: list[Event]) -> None:
-        failure = row_failure(request, status)
+    def _row_failed(self, request: Request, status: int, outcome: StepOutcome, events: list[Event]) -> None:
+        failure = row_failure(request, status, outcome.missing_media)
         if failure is None:
             self.scheduler.requeue(request)
         else:

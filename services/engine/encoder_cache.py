@@ -29,6 +29,7 @@ class Output:
     item: MediaItem
     holders: set[Request] = field(default_factory=set)
     certain: bool = False  # a step that reads it has been applied
+    missing: bool = False  # the worker had nothing to encode it from
 
 
 class EncoderCache(Resource):
@@ -134,6 +135,15 @@ class EncoderCache(Resource):
             self._drop(output)
         self._dropped += [name for name in plan.dropped_media if name not in self._outputs]
 
+    def missing(self, names: Sequence[bytes]) -> None:
+        """The worker could not encode these; whoever has been waiting for them fails, and nobody finds them here."""
+        for name in names:
+            output = self._outputs.get(name)
+            if output is not None:
+                output.missing = True
+                if not output.holders:
+                    self._drop(output)
+
     def reset(self) -> None:
         """The worker is gone with all outputs."""
         self._outputs.clear()
@@ -175,6 +185,8 @@ class EncoderCache(Resource):
         if not output.holders:
             self._idle[output.item.hash] = None
             self._idle_used += output.item.embeddings
+            if output.missing:
+                self._drop(output)
 
     def _make_room(self, embeddings: int) -> None:
         while self.used + embeddings > self.capacity:

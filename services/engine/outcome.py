@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from itertools import accumulate
 
 from services.common.errors import InvalidArgument
@@ -43,7 +44,7 @@ def not_yet_told(chunk: PromptLogprobsChunk, told: int) -> tuple[int, LogprobCol
     return chunk.first_position + skip, LogprobCuts(chunk.columns).cut(skip, positions)
 
 
-def row_failure(request: Request, status: int) -> StepFailure | str | None:
+def row_failure(request: Request, status: int, missing_media: Container[bytes]) -> StepFailure | str | None:
     """Why a row's request fails, a string where it is no fault of the client; None where it may run again."""
     if status == ROW_DROPPED:
         return request.grammar.failure if request.grammar is not None else None
@@ -51,4 +52,7 @@ def row_failure(request: Request, status: int) -> StepFailure | str | None:
         return "the model gave a number that is not finite"
     if status == ROW_NO_TOKEN:
         return _NO_TOKEN
+    for item in request.family.spec.media:
+        if item.hash in missing_media:
+            return f"the content of the {item.modality} at prompt token {item.offset} was not found"
     return "the worker gave no result for the request"

@@ -138,4 +138,5 @@ class StepOutcome:
     logprobs: LogprobColumns | None = None  # one position per token
     prompt_logprobs: tuple[PromptLogprobsChunk, ...] = ()
     pooled: tuple[tuple[int, int, array[float]], ...] = ()  # row, epoch, vector
+    missing_media: tuple[bytes, ...] = ()  # hashes of items that there was nothing to encode from
     duration_us: int = 0

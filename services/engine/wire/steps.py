@@ -90,6 +90,7 @@ def to_outcome(result: worker_pb2.StepResult) -> StepOutcome:
             PromptLogprobsChunk(chunk.row, chunk.epoch, chunk.first_position, to_logprobs(chunk.logprobs, None))
             for chunk in result.prompt_logprobs
         ),
+        missing_media=tuple(result.missing_media),
         duration_us=result.duration_us,
     )
 

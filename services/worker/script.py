@@ -70,6 +70,14 @@ class Entry:
         """Whether the entry is taken by the order of arrival."""
         return self.prompt is None and self.prompt_text is None and self.contains is None
 
+    @property
+    def plain(self) -> bool:
+        """Random ids and nothing else: no delay, no fault."""
+        faults = (self.hang_at, self.die_at, self.fail_at, self.nan_at)
+        delays = self.delay_ms or self.first_delay_ms
+        answers = self.every or self.answer or not (self.random or self.then == "random")
+        return not answers and not delays and all(fault is None for fault in faults)
+
     def fits(self, prompt: list[int], text: Callable[[], str]) -> bool:
         """Whether the entry names this prompt."""
         if self.prompt is not None:

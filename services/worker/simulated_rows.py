@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.sampling.counter import GOLDEN, mix
 from services.worker.script import Entry
 from services.worker.step import SAMPLES, MediaItem, NewRow, SamplingParams
 
@@ -23,6 +25,8 @@ class Row:
     media: tuple[MediaItem, ...]
     entry: Entry
     blocks: list[int]  # held, by KV group
+    noise: int  # of its random ids: the part that no position changes
+    plain: bool  # whether nothing but the position says which id comes next
 
     @property
     def outputs(self) -> int:
@@ -56,10 +60,25 @@ def put(new: NewRow, entry: Entry, kv_groups: int) -> Row:
     """A request as it comes onto its row."""
     tokens = new.tokens.tolist()
     arrived_with = len(tokens) - new.prompt_len
-    return Row(new.epoch, tokens, new.prompt_len, arrived_with, new.sampling, new.media, entry, [0] * kv_groups)
+    params = new.sampling
+    greedy = params.temperature == 0
+    seed = zlib.crc32(repr(tokens[: new.prompt_len]).encode()) if greedy else params.seed
+    masks = params.allowed_ids or params.banned_sequences or params.min_tokens
+    return Row(
+        epoch=new.epoch,
+        tokens=tokens,
+        prompt_len=new.prompt_len,
+        arrived_with=arrived_with,
+        params=params,
+        media=new.media,
+        entry=entry,
+        blocks=[0] * kv_groups,
+        noise=mix(seed + GOLDEN),
+        plain=entry.plain and not masks and params.logprobs is None and not new.media,
+    )
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Work:
     """What one row is to compute in a step: the ids at [start, end), drafts last."""
 

@@ -90,7 +90,8 @@ class EngineLoop:
         self._journal = Journal()
         self._holds: dict[str, str] = {}  # by name: why nothing is scheduled, for a person
         self._settled = asyncio.Event()
-        self._unsaid: list[Event] = []  # noted, and not yet emitted
+        self._applied_step = 0
+        self._unsaid: list[Event] = []  # of steps up to that one, not yet emitted
         self._wake = workers.changed
         self._watchers: set[asyncio.Event] = set()
         self._progress_at = time.monotonic()
@@ -130,7 +131,7 @@ class EngineLoop:
 
     def _apply(self, outcome: StepOutcome) -> None:
         self._progress_at, self._progressed = time.monotonic(), True
-        self.step_id = outcome.step_id
+        self._applied_step = outcome.step_id
         self._unsaid += self._core.apply(outcome)
 
     async def _send(self) -> None:
@@ -331,6 +332,7 @@ class EngineLoop:
         """Notes events for their gateways, behind those that are still unsaid; the streams take them from there."""
         self._unsaid += events
         unsaid, self._unsaid = self._unsaid, []
+        self.step_id = self._applied_step
         now, find = time.monotonic(), self.sessions.find
         for event in unsaid:
             found = find(event.owner)

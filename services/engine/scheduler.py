@@ -275,12 +275,9 @@ class Scheduler:
         self._freed = set(range(self._rows_used))
 
     def worker_lost(self) -> None:
-        """The next worker knows no row, and nobody is suspect before it."""
+        """The next worker knows no row."""
         self.requeue_all()
         self._freed.clear()
-        while (request := self.suspects.pop()) is not None:
-            request.suspect = False
-            self.waiting.add(request)
 
     def position(self, request: Request) -> int | None:
         """How many stand before a waiting one; None when it is not in the line."""

@@ -34,7 +34,7 @@ from services.engine.wire import cards, steps
 
 _CALL_TIMEOUT_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
-_LONGEST_PAUSE_REFUSED_S = 30.0  # asking again for what was refused seldom helps
+_LONGEST_PAUSE_REFUSED_S = 30.0
 _REFUSED = (FailedPrecondition, InvalidArgument, NotFound)
 _RETRY_MS = 500
 _SAID_BY_PEER = "grpc-status-details-bin"  # a status with details was sent; a broken connection has none
@@ -90,14 +90,13 @@ class WorkerGroup:
         """Waits until the worker can execute. `before` is what it held in an earlier life: the same is asked."""
         pause_s = _FIRST_PAUSE_S
         while True:
-            longest_s = _LONGEST_PAUSE_S
             try:
                 standing = await self._try_to_stand(before)
             except grpc.aio.AioRpcError as error:
-                told = error_of(error)
-                longest_s = _LONGEST_PAUSE_REFUSED_S if isinstance(told, _REFUSED) else longest_s
-                self._miss(f"the worker at {self._settings.worker}: {told.message or error.code().name}")
+                reason = error_of(error)
+                self._miss(f"the worker at {self._settings.worker}: {reason.message or error.code().name}")
             except TriptychError as error:
+                reason = error
                 self._miss(f"the worker at {self._settings.worker}: {error.message}")
             else:
                 self.missing = ""
@@ -105,7 +104,7 @@ class WorkerGroup:
                 return standing
             await self.drop()
             await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, longest_s)
+            pause_s = min(pause_s * 2, longest_pause_s(reason))
 
     def _miss(self, reason: str) -> None:
         if reason != self.missing:
@@ -353,6 +352,11 @@ def _model_name(path: str) -> str:
     """A GGUF file's name without its ending, or a folder's name (which may have dots)."""
     name = PurePath(path).name
     return name.removesuffix(".gguf")
+
+
+def longest_pause_s(reason: TriptychError) -> float:
+    """How long a group that does not stand is left alone at most: asking again for what was refused seldom helps."""
+    return _LONGEST_PAUSE_REFUSED_S if isinstance(reason, _REFUSED) else _LONGEST_PAUSE_S
 
 
 @contextlib.contextmanager

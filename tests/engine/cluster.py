@@ -42,6 +42,10 @@ class WorkerProcess:
         command += ["--metrics-port", "0", "--log-level", "warning", *self._options]
         self._process = subprocess.Popen(command, cwd=ROOT)
 
+    @property
+    def ended(self) -> bool:
+        return self._process is not None and self._process.poll() is not None
+
     def kill(self) -> None:
         assert self._process is not None
         self._process.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -351,6 +352,20 @@ def test_sleep_counts_the_blocks_and_the_script_goes_on(tmp_path: Path) -> None:
     made.load("", None)
     made.init_cache(SHAPE)
     assert answer(made, b"y", count=1) == [*b"t"]
+
+
+def test_a_step_begins_when_it_is_there_and_the_one_before_has_ended() -> None:
+    made = SimulatedRunner("", Cost(step_us=2000), SHAPE.max_model_len)
+    made.load("", None)
+    made.init_cache(SHAPE)
+    now = time.monotonic()
+    run(made, step(1, [(0, 0, 1)], [request(0, [65])], received_s=now))
+    assert made._free_at == pytest.approx(now + 0.002)
+    run(made, step(2, [(0, 1, 1)], received_s=now))
+    assert made._free_at == pytest.approx(now + 0.004), "it was there already"
+    run(made, step(3, [(0, 2, 1)], received_s=now + 0.007))
+    assert made._free_at == pytest.approx(now + 0.009)
+    assert time.monotonic() >= now + 0.009
 
 
 def test_the_cost_model() -> None:

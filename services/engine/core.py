@@ -249,9 +249,9 @@ class EngineCore:
             if status != ROW_OK or (samples and not 1 <= count <= drafted + 1):
                 self._row_failed(request, status, outcome, events)
                 continue
-            if drafted:  # tokens that are not known yet are told of by the next step
+            if drafted:
                 self._drafts.settle(request, count)
-            there = min(end - drafted - 1 + count, len(request.tokens)) if drafted else end
+            there = end - drafted - 1 + count if drafted else end
             for applied in verbs[request].applied:
                 applied(request, there)
             if not request.family.prompt_applied:

@@ -206,6 +206,17 @@ def test_a_step_preempts_as_often_with_drafts_as_without(reserve: int, windows: 
         assert harness.tokens(handle) == undisturbed(REFRAIN[: 3 + handle], handle, 20, refrain=True)
 
 
+def test_the_prefix_index_has_the_names_that_it_has_without_drafts() -> None:
+    names = {}
+    for drafts in (0, 5):
+        harness = make_harness(5, num_speculative_tokens=drafts, block_size=2, num_blocks=64)
+        harness.submit(make_spec(1, REFRAIN, 61))
+        harness.run()
+        names[drafts] = {name for name in harness.core.kv.pool.names if name is not None}
+    assert names[5] <= names[0]
+    assert len(names[5]) >= len(names[0]) - 3, "what the last step accepted may be missing"
+
+
 def test_drafts_leave_everybody_a_token_of_the_budget() -> None:
     harness = make_harness(5, max_num_batched_tokens=6)
     for handle in range(4):

@@ -103,7 +103,10 @@ async def test_drafts_change_no_token(real: Gateway, real_engine: Engine, sampli
     drafted = await real.generate(prompt, 2, max_tokens=60, sampling=sampling)
     assert drafted.tokens == plain.tokens
     assert drafted.finish == plain.finish
-    assert drafted.logprobs == plain.logprobs
+    assert len(drafted.logprobs) == len(plain.logprobs)
+    for (token, logprob, rank), (other, expected, place) in zip(drafted.logprobs, plain.logprobs, strict=True):
+        assert (token, rank) == (other, place)
+        assert logprob == pytest.approx(expected, abs=1e-4)
     if sampling["temperature"] == 0:
         assert accepted(real_engine) - before > 0
 

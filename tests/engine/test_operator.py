@@ -260,6 +260,7 @@ async def lost(engine: Engine, worker: WorkerProcess) -> None:
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 async def test_what_is_lost_can_be_woken_and_then_stands_up_awake(own_worker: WorkerProcess, listen: str) -> None:
     async with sleeper(own_worker.address, listen) as (engine, gateway):
         answer = await under_way(gateway, max_tokens=30)
@@ -271,6 +272,7 @@ async def test_what_is_lost_can_be_woken_and_then_stands_up_awake(own_worker: Wo
         assert answer.finish == {0: FINISH_LENGTH}
 
 
+@pytest.mark.slow
 async def test_what_is_lost_cannot_be_put_to_sleep_and_goes_on_later(own_worker: WorkerProcess, listen: str) -> None:
     async with sleeper(own_worker.address, listen) as (engine, gateway):
         answer = await under_way(gateway, max_tokens=30)

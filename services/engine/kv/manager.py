@@ -112,7 +112,8 @@ class KvCache(Resource):
         until = request.limit if request.promise_firm else len(request.tokens)
         if end < until or request.blocks_promised:
             held = sum([len(table.blocks) for table in request.tables])
-            self._promise(request, max(0, self._groups.claim(end, until) - held) if end < until else 0)
+            sure = min(end, len(request.tokens))  # the next step may begin there, if the drafts are wrong
+            self._promise(request, max(0, self._groups.claim(sure, until) - held) if end < until else 0)
         return True
 
     def describe(self, request: Request, plan: StepPlan, at: int) -> None:

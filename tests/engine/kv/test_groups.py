@@ -242,6 +242,32 @@ def test_a_firm_promise_lets_a_request_reach_its_limit_whatever_others_do() -> N
     assert len(request.tokens) == request.limit
 
 
+def test_a_firm_promise_outlasts_drafts_that_were_wrong() -> None:
+    cache, request = (
+        KvCache(
+            40,
+            1,
+            windows=(None, 1),
+            max_num_batched_tokens=8,
+            reserve_blocks=0,
+            prefix_caching=True,
+            counters=Counters(),
+        ),
+        make_request(range(13), max_tokens=8),
+    )
+    request.protected = True
+    assert cache.admit(request)
+    compute(cache, request, 8)
+    compute(cache, request, 5)
+    request.tokens.append(0)
+    assert cache.reserve(request, 5)
+    request.num_computed += 1  # of the token and four drafts
+    cache.applied(request, 14)
+    cache.pool.take(cache.pool.num_free - request.blocks_promised)
+    request.tokens.append(0)
+    assert cache.reserve(request, 6)
+
+
 @given(
     windows=st.lists(st.none() | st.integers(1, 9), min_size=1, max_size=3).map(tuple),
     steps=st.lists(st.tuples(st.sampled_from((16, 16, 5, 1)), st.integers(0, 2)), max_size=20),

@@ -81,7 +81,7 @@ def test_a_storm_over_groups_changes_no_output(depth: int, seed: int, length: in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=800, deadline=None)
 @given(seed=st.integers(0, 2**32), length=st.integers(1, 160))
 def test_a_long_storm_over_groups_changes_no_output(depth: int, seed: int, length: int) -> None:
     run(seed, length, depth)

@@ -187,7 +187,9 @@ async def wait_for_signal() -> None:
 def tune_interpreter() -> None:
     """Threads beside gRPC get the interpreter 10 times sooner than by default (measured: 10.9 → 1.9 ms).
 
-    What the imports made is left out of every garbage collection from now on.
+    What the imports made is left out of every garbage collection from now on. Collections come with 70
+    times as many new objects as by default: a step of 1,000 rows made enough for several.
     """
     sys.setswitchinterval(0.0005)
     gc.freeze()
+    gc.set_threshold(50_000)

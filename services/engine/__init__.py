@@ -26,6 +26,7 @@ prompt_logprobs  the resource of requests that ask for log probabilities of thei
 intake           the checks before anything of a request is kept
 outcome          what a worker answered, cut per request
 deadlines        who gives up when
+rows             which request is on which row
 waiting          the line of those who wait
 policies         the order of that line
 resources        what limits who runs: one protocol for every feature

@@ -19,13 +19,13 @@ _PLACE_TOKENS = 2
 
 def find_guilty(plan: StepPlan) -> Request | None:
     """Counts a worker's death against all that the step computed. The request that is guilty beyond doubt, if any."""
-    accused = [entry[0] for entry in plan.entries if entry[0].epoch == entry[1]]
+    accused = [who for who, epoch in zip(plan.requests, plan.epochs, strict=True) if who.epoch == epoch]
     for request in accused:
         if len(request.tokens) - request.died_at > _PLACE_TOKENS:
             request.deaths = 0
         request.deaths += 1
         request.died_at = len(request.tokens)
         request.suspect = request.suspect or request.deaths >= FEARED_DEATHS
-    if len(plan.entries) == len(accused) == 1 and accused[0].deaths >= FEARED_DEATHS:
+    if len(plan.requests) == len(accused) == 1 and accused[0].deaths >= FEARED_DEATHS:
         return accused[0]
     return None

@@ -34,9 +34,10 @@ from services.engine.grammar import GrammarGate, failure_of
 from services.engine.kv.manager import KvCache
 from services.engine.limits import CoreConfig
 from services.engine.matching import GrammarSource
-from services.engine.outcome import LogprobCuts, row_failure
+from services.engine.outcome import LogprobCuts, answers_to, row_failure
 from services.engine.plan import (
     ROW_OK,
+    SAMPLES,
     STEP_FAILED,
     STEP_OK,
     StepMasks,
@@ -49,7 +50,7 @@ from services.engine.registry import Registry
 from services.engine.report import Counters, Explanation, Load, Preemption
 from services.engine.request import Family, Request, RequestSpec, make_family
 from services.engine.resources import Resource
-from services.engine.scheduler import Limits, Scheduler
+from services.engine.scheduler import Scheduler
 
 __all__ = ["CoreConfig", "Counters", "EngineCore", "Explanation", "Load", "Preemption"]
 
@@ -79,10 +80,7 @@ class EngineCore:
         flags = PromptLogprobsFlag()
         self._resources: tuple[Resource, ...] = (self._drafts, self.kv, self.encoder, flags, self._grammar)
         self._policy = policy or make_policy(config.policy, config.ageing_s)
-        limits = Limits(
-            config.max_num_batched_tokens, config.max_num_seqs, config.max_prefill_tokens, config.max_preemptions
-        )
-        self.scheduler = Scheduler(self._policy, self._resources, limits, self.counters)
+        self.scheduler = Scheduler(self._policy, self._resources, config, self.counters)
         self._in_flight: deque[StepPlan] = deque()
         self._next_step = 1
         self._resync = False
@@ -235,31 +233,29 @@ class EngineCore:
             return self._step_failed(plan, outcome)
         self.encoder.missing(outcome.missing_media)
         events: list[Event] = tell_prompt_logprobs(outcome, self.scheduler.rows)
-        answers = {epoch: at for at, epoch in enumerate(outcome.epochs)}
         statuses, counts = outcome.row_status, outcome.token_counts.tolist()
         starts = [0, *accumulate(counts)]
         cuts = LogprobCuts(outcome.logprobs) if outcome.logprobs is not None else None
-        verbs = self.scheduler.verbs
-        for request, epoch, end, samples in plan.entries:
+        columns = (plan.requests, plan.epochs, plan.num_computed, plan.num_tokens, plan.flags)
+        for request, epoch, first, num_tokens, flags, at in zip(*columns, answers_to(plan, outcome), strict=True):
             if request.epoch != epoch:
                 continue
-            at = answers.get(epoch)
             status, count = (ROW_OK, 0) if at is None else (statuses[at], counts[at])
-            drafted = len(request.draft) if samples else 0
-            if status != ROW_OK or (samples and not 1 <= count <= drafted + 1):
+            drafted = len(request.draft) if flags & SAMPLES else 0
+            if status != ROW_OK or (flags & SAMPLES and not 1 <= count <= drafted + 1):
                 self._row_failed(request, status, outcome, events)
                 continue
             if drafted:
                 self._drafts.settle(request, count)
-            there = end - drafted - 1 + count if drafted else end
-            for applied in verbs[request].applied:
-                applied(request, there)
+            there = first + (count if drafted else num_tokens)
+            if there > request.settled_until:
+                self.scheduler.tell_applied(request, there)
             if not request.family.prompt_applied:
                 self._prompt_progress(request, there, events)
             if at is not None and count:
-                first, stop = starts[at], starts[at + 1]
-                logprobs = cuts.cut(first, stop) if cuts and request.family.spec.logprobs is not None else None
-                self._accept(request, outcome.token_ids[first:stop], logprobs, events)
+                begin, stop = starts[at], starts[at + 1]
+                logprobs = cuts.cut(begin, stop) if cuts and request.family.spec.logprobs is not None else None
+                self._accept(request, outcome.token_ids[begin:stop], logprobs, events)
         return events
 
     def _prompt_progress(self, request: Request, end: int, events: list[Event]) -> None:
@@ -308,10 +304,10 @@ class EngineCore:
     def _step_failed(self, plan: StepPlan, outcome: StepOutcome) -> list[Event]:
         """Undoes the step. Who ran alone in a failed one is guilty; of several each will run alone."""
         events: list[Event] = []
-        live = [request for request, epoch, _, _ in plan.entries if request.epoch == epoch]
+        live = [who for who, epoch in zip(plan.requests, plan.epochs, strict=True) if who.epoch == epoch]
         if outcome.status == STEP_FAILED:
-            if len(plan.entries) == 1:
-                request = plan.entries[0][0]
+            if len(plan.requests) == 1:
+                request = plan.requests[0]
                 if request.finish == FINISH_NONE:
                     self._fail(request, outcome.failure or "the worker failed the request", events)
             else:

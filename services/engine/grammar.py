@@ -95,8 +95,8 @@ class GrammarGate(Resource):
         """The masks of a step before which nothing is in flight; rows that nobody waits for are dropped."""
         rows, drop, masks = array("i"), bytearray(), bytearray()
         for at in plan.masked:
-            request, epoch, _, _ = plan.entries[at]
-            held = request.grammar if request.epoch == epoch else None
+            request = plan.requests[at]
+            held = request.grammar if request.epoch == plan.epochs[at] else None
             mine = _masks(request, held) if held is not None else None
             rows.append(plan.rows[at])
             drop.append(mine is None)

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from services.common.errors import InvalidArgument
 from services.engine.events import LogprobColumns, StepFailure
-from services.engine.plan import ROW_DROPPED, ROW_NO_TOKEN, ROW_NOT_FINITE, PromptLogprobsChunk
+from services.engine.plan import ROW_DROPPED, ROW_NO_TOKEN, ROW_NOT_FINITE, PromptLogprobsChunk, StepOutcome, StepPlan
 from services.engine.request import Request
 
 _NO_TOKEN = StepFailure(
@@ -56,3 +56,11 @@ def row_failure(request: Request, status: int, missing_media: Container[bytes]) 
         if item.hash in missing_media:
             return f"the content of the {item.modality} at prompt token {item.offset} was not found"
     return "the worker gave no result for the request"
+
+
+def answers_to(plan: StepPlan, outcome: StepOutcome) -> list[int | None]:
+    """For each row of the plan where its answer is in the outcome; None for one that has none."""
+    if outcome.epochs.tolist() == plan.epochs:  # what most steps are: every row samples
+        return list(range(len(plan.epochs)))
+    at = {epoch: index for index, epoch in enumerate(outcome.epochs)}
+    return [at.get(epoch) for epoch in plan.epochs]

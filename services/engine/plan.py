@@ -25,7 +25,6 @@ __all__ = [
     "STEP_FAILED",
     "STEP_OK",
     "STEP_SKIPPED",
-    "Entry",
     "LogprobColumns",
     "NewRow",
     "PromptLogprobsChunk",
@@ -54,11 +53,6 @@ class NewRow:
     media: tuple[MediaItem, ...] = ()
 
 
-Entry = tuple[Request, int, int, bool]
-"""One row of a plan, for the engine alone: who, its epoch, the position after the last token computed,
-and whether it samples. A bare tuple, because one is made per row and step."""
-
-
 def _column() -> array[int]:
     return array("i")
 
@@ -83,8 +77,17 @@ class StepPlan:
     draft_ids: array[int] = field(default_factory=_column)
     encode: list[MediaItem] = field(default_factory=list)  # items whose embeddings this step's rows read first
     dropped_media: list[bytes] = field(default_factory=list)  # hashes of encoder outputs to forget
-    entries: list[Entry] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)  # for the engine alone: who computes,
+    epochs: list[int] = field(default_factory=list)  # and on which epoch; lists, as nothing is made to add to them
     masked: list[int] = field(default_factory=list)  # places of the rows whose masks have yet to be made
+
+    @property
+    def entries(self) -> list[tuple[Request, int, int, bool]]:
+        """Row by row: who, its epoch, the position after the last token computed, and whether it samples."""
+        columns = zip(self.requests, self.epochs, self.num_computed, self.num_tokens, self.flags, strict=True)
+        return [
+            (request, epoch, first + count, bool(flags & SAMPLES)) for request, epoch, first, count, flags in columns
+        ]
 
     @property
     def total_tokens(self) -> int:

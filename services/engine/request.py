@@ -149,6 +149,8 @@ class Request:
     num_computed: int = 0
     epoch: int = 0  # of its being on a row; 0 while it is on none
     row: int = 0  # while it is on one
+    steady_until: int = 0  # steps of one token that end here or before need nothing of any resource
+    settled_until: int = 0  # no resource wants to hear that tokens up to here have been computed
     finish: int = FINISH_NONE
     runs: int = 0  # how often it was put on a row
     preemptions: int = 0
@@ -158,9 +160,6 @@ class Request:
     suspect: bool = False  # was part of a failed step and has not run alone since
     deaths: int = 0  # of workers, over steps that it was part of, without getting further in between
     died_at: int = 0  # its tokens at the last of them
-
-    # Filled by the scheduler, from what its resources say.
-    steady_until: int = 0  # a step of one token that ends here or before needs nothing of any resource
 
     # Filled by the drafts.
     ngrams: NgramIndex | None = None  # where its tokens have been before

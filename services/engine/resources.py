@@ -79,6 +79,10 @@ class Resource:
         """
         return 0
 
+    def settled_until(self, request: Request) -> int:
+        """The position up to which `applied` has nothing more to do. Asked after `applied`."""
+        return 0
+
     def release(self, request: Request) -> None:
         """Gives back all that the request holds."""
 
@@ -101,6 +105,7 @@ class Verbs(NamedTuple):
     describe: tuple[Callable[[Request, StepPlan, int], None], ...]
     applied: tuple[Callable[[Request, int], None], ...]
     steady_until: tuple[Callable[[Request], int], ...]
+    settled_until: tuple[Callable[[Request], int], ...]
     release: tuple[Callable[[Request], None], ...]
 
 
@@ -112,6 +117,7 @@ def verbs_of(resources: Sequence[Resource]) -> Verbs:
         tuple(each.describe for each in resources if type(each).describe is not Resource.describe),
         tuple(each.applied for each in resources if type(each).applied is not Resource.applied),
         tuple(each.steady_until for each in resources if _is_asked(type(each))),
+        tuple(each.settled_until for each in resources if type(each).applied is not Resource.applied),
         tuple(each.release for each in resources if type(each).release is not Resource.release),
     )
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from array import array
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from services.engine.plan import SAMPLES, Entry, NewRow, StepPlan
+from services.engine.limits import CoreConfig
+from services.engine.plan import SAMPLES, NewRow, StepPlan
 from services.engine.policies import Policy
 from services.engine.report import Counters, Preemption
 from services.engine.request import Request, choice_seed
 from services.engine.resources import ENDLESS, Resource, Verbs, verbs_of
+from services.engine.rows import Rows
 from services.engine.waiting import WaitingLine
 
 LOOK_AHEAD = 4
@@ -24,44 +23,33 @@ KEPT_PREEMPTIONS = 1024
 """Preemptions that are remembered until somebody takes them."""
 
 
-@dataclass(slots=True, frozen=True)
-class Limits:
-    """What holds for every step."""
-
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    max_prefill_tokens: int | None = None  # of one request in a step, while others wait for tokens
-    max_preemptions: int = 8  # of one request; then it gets all that it will ever need before it runs again
-
-
 class Chosen:
     """The rows of the step being planned, in batch order. Lists, because arrays are slow to append to."""
 
-    __slots__ = ("asking", "budget", "entries", "num_computed", "num_tokens", "rows")
+    __slots__ = ("asking", "budget", "epochs", "num_computed", "requests", "rows")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget  # tokens left
         self.rows: list[int] = []
-        self.num_tokens: list[int] = []
         self.num_computed: list[int] = []
-        self.entries: list[Entry] = []
-        self.asking: list[tuple[int, Request, Verbs]] = []  # those that are not steady, and where they stand
+        self.requests: list[Request] = []
+        self.epochs: list[int] = []
+        # Those that are not steady: where they stand, and with how many tokens. All others compute one.
+        self.asking: list[tuple[int, Request, int, Verbs]] = []
 
     def add(self, request: Request, num_tokens: int, verbs: Verbs) -> None:
         """A row whose resources have something to describe."""
-        end = request.num_computed + num_tokens
-        self.asking.append((len(self.rows), request, verbs))
+        self.asking.append((len(self.rows), request, num_tokens, verbs))
         self.rows.append(request.row)
-        self.num_tokens.append(num_tokens)
         self.num_computed.append(request.num_computed)
-        self.entries.append((request, request.epoch, end, end >= request.known))
-        self.budget -= num_tokens
+        self.requests.append(request)
+        self.epochs.append(request.epoch)
 
 
 class Scheduler:
     """Rows, the running set and the waiting line."""
 
-    def __init__(self, policy: Policy, resources: Sequence[Resource], limits: Limits, counters: Counters) -> None:
+    def __init__(self, policy: Policy, resources: Sequence[Resource], limits: CoreConfig, counters: Counters) -> None:
         self._policy = policy
         self._resources = resources
         self._begins = [each.begin for each in resources if type(each).begin is not Resource.begin]
@@ -72,11 +60,7 @@ class Scheduler:
         self._made: dict[tuple[Resource, ...], Verbs] = {}
         self.waiting = WaitingLine(policy)
         self.suspects = WaitingLine(policy)  # each runs alone before anything else runs
-        self.rows: list[Request | None] = [None] * limits.max_num_seqs
-        self._free_rows = list(range(limits.max_num_seqs))  # a heap
-        self._freed: set[int] = set()  # rows of which the worker does not know that they are free
-        self._rows_used = 0  # rows from here on have never been used
-        self._epochs = itertools.count(1)
+        self._rows = Rows(limits.max_num_seqs)
         self._preempted: list[Preemption] = []
 
     def schedule(self, plan: StepPlan, now: float) -> None:
@@ -90,30 +74,36 @@ class Scheduler:
         self._go_on(chosen, plan)
         if self._counters.preemptions == preemptions:  # who was preempted shall not come back in the same step
             self._let_in(chosen, plan, now)
+        assert chosen.budget >= 0, "a step computes more tokens than it may"
+        assert len(self.running) <= self._limits.max_num_seqs, "more choices run than may"
         self._describe(chosen, plan)
 
     def _go_on(self, chosen: Chosen, plan: StepPlan) -> None:
         """Chooses among the running. Most of them are steady: one token, and nothing to ask."""
-        rows, starts, counts, entries = chosen.rows, chosen.num_computed, chosen.num_tokens, chosen.entries
+        add_row, add_start = chosen.rows.append, chosen.num_computed.append
+        add_request, add_epoch = chosen.requests.append, chosen.epochs.append
+        budget = chosen.budget
         for request in self.running.copy():
-            if chosen.budget == 0:
+            if budget == 0:
                 break
-            start, known = request.num_computed, request.known
-            if start < request.steady_until and known - start == 1 and known < request.limit:
-                rows.append(request.row)
-                starts.append(start)
-                counts.append(1)
-                entries.append((request, request.epoch, known, True))
-                request.num_computed = known
-                request.known = known + 1
-                chosen.budget -= 1
+            start = request.num_computed
+            if start < request.steady_until:
+                add_row(request.row)
+                add_start(start)
+                add_request(request)
+                add_epoch(request.epoch)
+                request.num_computed = start + 1
+                request.known = start + 2
+                budget -= 1
                 continue
             verbs = self.verbs.get(request)
             if verbs is None:  # preempted in this step
                 continue
-            num_tokens = self._clip(request, chosen.budget, verbs, request is not self.running[-1])
+            num_tokens = self._clip(request, budget, verbs, request is not self.running[-1])
             if num_tokens and self._reserve(request, num_tokens, verbs, plan):
                 chosen.add(request, num_tokens, verbs)
+                budget -= num_tokens
+        chosen.budget = budget
 
     def _let_in(self, chosen: Chosen, plan: StepPlan, now: float) -> None:
         """Starts waiting requests in their order; a few that cannot start yet are passed over."""
@@ -128,6 +118,7 @@ class Scheduler:
             if num_tokens:
                 self._start(request, plan, now)
                 chosen.add(request, num_tokens, self.verbs[request])
+                chosen.budget -= num_tokens
                 for other in passed:
                     other.overtaken += 1
             else:
@@ -211,6 +202,13 @@ class Scheduler:
             )
         self.requeue(victim)
 
+    def tell_applied(self, request: Request, end: int) -> None:
+        """Tells the resources of a running request up to where its tokens are computed now."""
+        verbs = self.verbs[request]
+        for applied in verbs.applied:
+            applied(request, end)
+        request.settled_until = min([until(request) for until in verbs.settled_until], default=ENDLESS)
+
     def take_preemptions(self) -> list[Preemption]:
         """Those since the last call, the first KEPT_PREEMPTIONS of them; the counter counts all."""
         taken, self._preempted = self._preempted, []
@@ -220,32 +218,36 @@ class Scheduler:
         """Writes the plan's columns, and counts the tokens as computed from here on."""
         count = len(chosen.rows)
         plan.rows = array("i", chosen.rows)
-        plan.num_tokens = array("i", chosen.num_tokens)
+        plan.num_tokens = array("i", [1]) * count
         plan.num_computed = array("i", chosen.num_computed)
         plan.flags = flags = bytearray((SAMPLES,)) * count
         plan.first_writable = array("i", bytes(4 * count))
         plan.block_counts = array("i", bytes(4 * count * plan.kv_groups))
-        plan.entries = entries = chosen.entries
-        for at, request, verbs in chosen.asking:
-            _, _, end, samples = entries[at]
+        plan.requests, plan.epochs = chosen.requests, chosen.epochs
+        for at, _, num_tokens, _ in chosen.asking:
+            plan.num_tokens[at] = num_tokens
+        for at, request, num_tokens, verbs in chosen.asking:
+            end = request.num_computed + num_tokens
+            samples = end >= request.known
             if not samples:
                 flags[at] = 0
             for describe in verbs.describe:
                 describe(request, plan, at)
-            request.steady_until = min([until(request) for until in verbs.steady_until], default=ENDLESS)
-            request.num_computed = end
-            if samples:
+            if samples:  # from here on it is a token behind: steady while that is all that it needs
+                limit = request.limit - 1
+                request.steady_until = min([until(request) for until in verbs.steady_until], default=limit)
+                request.steady_until = min(request.steady_until, limit)
                 request.known = end + 1
+            request.num_computed = end
         if self._policy.charges:
-            for entry, num_tokens in zip(entries, chosen.num_tokens, strict=True):
-                self._policy.charge(entry[0], num_tokens)
+            for request, num_tokens in zip(plan.requests, plan.num_tokens, strict=True):
+                self._policy.charge(request, num_tokens)
         if count:
             self.let_go(plan)
 
     def let_go(self, plan: StepPlan) -> None:
         """Tells the worker of the rows that are free now."""
-        plan.freed_rows.extend(sorted(self._freed))
-        self._freed.clear()
+        plan.freed_rows.extend(self._rows.take_freed())
 
     def enter(self, request: Request) -> None:
         """Counts a new request as waiting, but it stands in no line before it is added to it."""
@@ -272,12 +274,12 @@ class Scheduler:
         """The same for all that run. The worker may hold any row ever used."""
         for request in reversed(self.running.copy()):
             self.requeue(request)
-        self._freed = set(range(self._rows_used))
+        self._rows.doubt()
 
     def worker_lost(self) -> None:
         """The next worker knows no row."""
         self.requeue_all()
-        self._freed.clear()
+        self._rows.forget()
 
     def position(self, request: Request) -> int | None:
         """How many stand before a waiting one; None when it is not in the line."""
@@ -295,6 +297,11 @@ class Scheduler:
         return next((reason for each in concerned if (reason := each.why(request))), None)
 
     @property
+    def rows(self) -> Sequence[Request | None]:
+        """Who is on each row."""
+        return self._rows.held
+
+    @property
     def waiting_tokens(self) -> int:
         """Known tokens of all that have no row."""
         return self.waiting.tokens + self.suspects.tokens
@@ -307,7 +314,7 @@ class Scheduler:
     @property
     def has_freed(self) -> bool:
         """Whether there are rows of which the worker does not know that they are free."""
-        return bool(self._freed)
+        return self._rows.has_freed
 
     @property
     def _on_trial(self) -> bool:
@@ -316,10 +323,8 @@ class Scheduler:
     def _vacate(self, request: Request) -> None:
         for release in self.verbs.pop(request).release:
             release(request)
-        self.rows[request.row] = None
-        heapq.heappush(self._free_rows, request.row)
-        self._freed.add(request.row)
-        request.epoch = request.num_computed = request.steady_until = 0
+        self._rows.take_back(request)
+        request.num_computed = request.steady_until = request.settled_until = 0
         request.known = len(request.tokens)
 
     def _clip(self, request: Request, budget: int, verbs: Verbs, others_wait: bool) -> int:
@@ -359,10 +364,7 @@ class Scheduler:
 
     def _start(self, request: Request, plan: StepPlan, now: float) -> None:
         """Puts a request on the lowest free row."""
-        row = heapq.heappop(self._free_rows)
-        request.row, request.epoch = row, next(self._epochs)
-        self.rows[row] = request
-        self._rows_used = max(self._rows_used, row + 1)
+        self._rows.give(request)
         insort(self.running, request, key=self._policy.rank)
         request.runs += 1
         spec, family = request.family.spec, request.family
@@ -371,7 +373,7 @@ class Scheduler:
             family.cached_tokens = min(request.num_computed, request.prompt_len)
         plan.new_rows.append(
             NewRow(
-                row,
+                request.row,
                 request.epoch,
                 request.tokens[:],
                 request.prompt_len,

@@ -7,7 +7,6 @@ the length of the contexts or of the line; the sizes below show it.
 
 from __future__ import annotations
 
-import gc
 import json
 import statistics
 import sys
@@ -15,6 +14,7 @@ import time
 from array import array
 from dataclasses import asdict, dataclass
 
+from services.common.server import tune_interpreter
 from services.engine.core import CoreConfig, EngineCore
 from services.engine.events import Owner
 from services.engine.plan import STEP_OK, StepOutcome, StepPlan
@@ -58,7 +58,7 @@ def spec(handle: int, prompt: int, output: int) -> RequestSpec:
 
 def outcome(plan: StepPlan) -> StepOutcome:
     """Each row that samples gets token 5."""
-    sampled = [(entry[0].row, entry[1]) for entry in plan.entries if entry[3]]
+    sampled = [(request.row, request.epoch) for request, _, _, samples in plan.entries if samples]
     ones = array("i", [1] * len(sampled))
     ids = array("i", [5] * len(sampled))
     rows = array("i", [row for row, _ in sampled])
@@ -87,8 +87,6 @@ def measure(running: int, context: int, waiting: int) -> Figure:
     scheduled: list[float] = []
     applied: list[float] = []
     decodes = 0
-    gc.collect()
-    gc.freeze()
     while len(scheduled) < STEPS:
         begin = time.perf_counter()
         plan = core.schedule(0.0)
@@ -126,6 +124,7 @@ SETTINGS = (
 
 def main() -> int:
     """Prints JSON, and a table unless --json is given."""
+    tune_interpreter()
     figures = [measure(*setting) for setting in SETTINGS]
     print(json.dumps([asdict(figure) for figure in figures]))
     if "--json" not in sys.argv[1:]:

@@ -93,7 +93,9 @@ async def test_it_serves_is_measured_and_drains_without_torch_or_numpy(
     labels = 'engine="engine",model_name="toy"'
     assert f"vllm:num_requests_running{{{labels}}} 1.0" in scraped
     assert f"vllm:prompt_tokens_total{{{labels}}} 6.0" in scraped
-    assert re.search(r'triptych:engine_finished_choices_total{engine="engine",finished_reason="length",.*} 1.0', scraped)
+    assert re.search(
+        r'triptych:engine_finished_choices_total{engine="engine",finished_reason="length",.*} 1.0', scraped
+    )
     assert f"vllm:request_prefill_time_seconds_count{{{labels}}} 1.0" in scraped
 
     finished = [line for line in engine.lines() if line["event"] == "request finished"]

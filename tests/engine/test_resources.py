@@ -14,6 +14,9 @@ class Half(Resource):
     def clip(self, request: Request, num_tokens: int, budget: int) -> int:
         return num_tokens // 2
 
+    def applied(self, request: Request, end: int) -> None:
+        """Hears of everything."""
+
 
 def test_a_resource_without_a_say_limits_nothing() -> None:
     request = make_family(make_spec(1, [1, 2]), 100, 0.0, 0).choices[0]
@@ -35,4 +38,6 @@ def test_only_verbs_with_a_say_are_called() -> None:
     request = make_family(make_spec(1, [1, 2]), 100, 0.0, 0).choices[0]
     assert [clip(request, 8, 9) for clip in verbs.clip] == [4, 4]
     assert [until(request) for until in verbs.steady_until] == [0, 0]
-    assert verbs._replace(clip=(), steady_until=()) == verbs_of([])
+    assert len(verbs.applied) == 2
+    assert [until(request) for until in verbs.settled_until] == [0, 0]
+    assert verbs._replace(clip=(), applied=(), steady_until=(), settled_until=()) == verbs_of([])

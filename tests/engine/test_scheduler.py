@@ -10,7 +10,7 @@ from services.engine.policies import FirstCome
 from services.engine.report import Counters
 from services.engine.request import Request, make_family
 from services.engine.resources import Resource
-from services.engine.scheduler import LOOK_AHEAD, MAX_OVERTAKES, Limits, Scheduler
+from services.engine.scheduler import LOOK_AHEAD, MAX_OVERTAKES, Scheduler
 from tests.engine.fake_worker import undisturbed
 from tests.engine.harness import Harness, make_config, make_spec
 
@@ -248,7 +248,7 @@ class Gate(Resource):
 
 
 def make_scheduler(*resources: Resource) -> tuple[Scheduler, Request]:
-    scheduler = Scheduler(FirstCome(), resources, Limits(8, 2), Counters())
+    scheduler = Scheduler(FirstCome(), resources, make_config(max_num_seqs=2), Counters())
     request = make_family(make_spec(1, numbers(7)), 100, 0.0, 0).choices[0]
     scheduler.waiting.add(request)
     return scheduler, request

@@ -102,7 +102,7 @@ def outcome_of(plan: StepPlan) -> StepOutcome:
         status=STEP_OK,
         failure=None,
         rows=array("i", [plan.rows[index] for index in at]),
-        epochs=array("Q", [plan.entries[index][1] for index in at]),
+        epochs=array("Q", [plan.epochs[index] for index in at]),
         row_status=bytes([ROW_OK]) * len(at),
         token_counts=array("i", [1]) * len(at),
         token_ids=array("i", [_FIRST_OUTPUT + ends[index] for index in at]),

@@ -28,7 +28,7 @@ from services.engine.kv.windows import FULL, Groups, Windows, first_needed
 from services.engine.plan import StepPlan
 from services.engine.report import Counters
 from services.engine.request import BlockTable, Request
-from services.engine.resources import Resource
+from services.engine.resources import ENDLESS, Resource
 
 
 class KvCache(Resource):
@@ -152,6 +152,10 @@ class KvCache(Resource):
     def steady_until(self, request: Request) -> int:
         """What the blocks cover that the worker knows; they end at the same place in every group."""
         return request.blocks_described * self.block_size
+
+    def settled_until(self, request: Request) -> int:
+        """Before the end of the next block nothing enters the index."""
+        return (request.blocks_indexed + 1) * self.block_size - 1 if self.prefix_caching else ENDLESS
 
     def would_fit(self, request: Request, without: Sequence[Request]) -> bool:
         """The sum that `admit` makes, without a look at the prefix cache, once `without` have left."""

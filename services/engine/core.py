@@ -142,6 +142,11 @@ class EngineCore:
             for request in list(family.live):
                 self._end(request, FINISH_ABORT)
 
+    @property
+    def next_deadline(self) -> float | None:
+        """When `expire` may next have something to do."""
+        return self._deadlines.next
+
     def expire(self, now: float) -> list[Event]:
         """Ends the requests whose deadline passed before they ran. To be called before `schedule`."""
         events: list[Event] = []

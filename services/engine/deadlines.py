@@ -28,6 +28,11 @@ class Deadlines:
             self._worth_clearing = 2 * len(self._heap) + _SLACK
         heapq.heappush(self._heap, (at, family.choices[0].arrival, family))
 
+    @property
+    def next(self) -> float | None:
+        """When the next one may give up."""
+        return self._heap[0][0] if self._heap else None
+
     def passed(self, now: float) -> Iterator[Family]:
         """The requests that give up now; each is told once."""
         while self._heap and self._heap[0][0] <= now:

@@ -94,6 +94,7 @@ class EngineLoop:
         self._unsaid: list[Event] = []  # of steps up to that one, not yet emitted
         self._wake = workers.changed
         self._watchers: set[asyncio.Event] = set()
+        self._deadline_timer: asyncio.TimerHandle | None = None  # asyncio's clock is time.monotonic
         self._progress_at = time.monotonic()
         self._progressed = False  # in this life of the worker group
 
@@ -182,8 +183,7 @@ class EngineLoop:
             _log.error("submit failed", exc_info=error, error_id=failure.error_id, request_id=spec.request_id)
             raise failure from error
         session.accept(record_of(spec, now))
-        if spec.deadline_s is not None:
-            asyncio.get_running_loop().call_later(spec.deadline_s, self._expire)
+        self._watch_deadlines()
         if spec.constraint is not None:
             asyncio.get_running_loop().call_later(self.settings.grammar_timeout_s, self._wake.set)
         self._emit(events)
@@ -301,8 +301,19 @@ class EngineLoop:
         """Ends a watch."""
         self._watchers.discard(event)
 
+    def _watch_deadlines(self) -> None:
+        """One timer for the next deadline, however many there are."""
+        at, timer = self._core.next_deadline, self._deadline_timer
+        if at is None or (timer is not None and timer.when() <= at):
+            return
+        if timer is not None:
+            timer.cancel()
+        self._deadline_timer = asyncio.get_running_loop().call_at(at, self._expire)
+
     def _expire(self) -> None:
+        self._deadline_timer = None
         self._guarded("expire", lambda: self._core.expire(time.monotonic()))
+        self._watch_deadlines()
 
     def _guarded(self, name: str, call: Callable[[], list[Event]]) -> None:
         """A call of the core from outside the loop's turns; a bug in it is logged and costs nothing else."""

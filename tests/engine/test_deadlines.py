@@ -17,10 +17,12 @@ def test_who_waits_past_its_time_is_told_once() -> None:
     families = [make(arrival) for arrival in range(4)]
     for family, at in zip(families, (3.0, 1.0, 2.0, 2.0), strict=True):
         deadlines.add(family, at)
+    assert deadlines.next == 1.0
     assert list(deadlines.passed(0.9)) == []
     assert list(deadlines.passed(2.0)) == [families[1], families[2], families[3]]
     assert list(deadlines.passed(9.0)) == [families[0]]
     assert list(deadlines.passed(9.0)) == []
+    assert deadlines.next is None
 
 
 def test_who_ran_or_ended_is_not_told() -> None:

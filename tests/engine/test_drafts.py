@@ -78,12 +78,11 @@ def test_drafts_are_what_followed_the_newest_of_the_longest_repeats() -> None:
     prompt = [5, 6, *output, 31, 32, 6, *output, 41, 42, 5, 6]
     harness.submit(make_spec(1, prompt, 5))
     harness.turn()
-    expected = [31, 32] if harness.tokens(1) == output else []
     request = harness.core.scheduler.running[0]
     request.tokens[-1] = output[0]
     plan = harness.core.schedule(1.0)
     assert plan is not None
-    assert drafts_of([plan]) == [expected or [31, 32]]
+    assert drafts_of([plan]) == [[31, 32]]
 
 
 @pytest.mark.parametrize(("default", "most", "wish", "longest"), [
@@ -152,6 +151,7 @@ def test_an_end_is_never_drafted() -> None:
 @pytest.mark.parametrize("drafts", [0, 1, 3, 5])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_step_in_flight_is_forgotten_when_its_request_is_preempted_twice(drafts: int, depth: int) -> None:
+    """C114."""
     harness = make_harness(max(drafts, 1), num_speculative_tokens=drafts, steps_in_flight=depth)
     harness.submit(make_spec(1, REFRAIN, 60, logprobs=1, sampling=LOGPROBS))
     preempted = 0

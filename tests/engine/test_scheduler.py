@@ -10,7 +10,7 @@ from services.engine.policies import FirstCome
 from services.engine.report import Counters
 from services.engine.request import Request, make_family
 from services.engine.resources import Resource
-from services.engine.scheduler import LOOK_AHEAD, MAX_OVERTAKES, Scheduler
+from services.engine.scheduler import Scheduler
 from tests.engine.fake_worker import undisturbed
 from tests.engine.harness import Harness, make_config, make_spec
 
@@ -198,30 +198,32 @@ def test_a_prompt_is_admitted_only_if_all_of_it_fits() -> None:
 
 
 def test_small_ones_pass_a_head_that_does_not_fit_but_not_for_ever() -> None:
-    harness = Harness(make_config(num_blocks=16, max_num_batched_tokens=64, output_reserve_blocks=0))
-    harness.submit(make_spec(0, numbers(28), 36))
+    """One at a time, so that nobody is past it in the step in which it has been overtaken 32 times."""
+    harness = Harness(make_config(num_blocks=32, max_num_batched_tokens=64, max_num_seqs=2, output_reserve_blocks=0))
+    harness.submit(make_spec(0, numbers(28), 100))
     harness.turn()
-    harness.submit(make_spec(1, numbers(40, 7), 4))
+    harness.submit(make_spec(1, numbers(120, 7), 4))
     for handle in range(2, 60):
         harness.submit(make_spec(handle, [handle % 50], 1))
-    for _ in range(24):
+    for _ in range(80):
         harness.turn()
     assert harness.running() == [0]
-    ended = sum(heard.ended for heard in harness.heard.values())
-    assert MAX_OVERTAKES <= ended < MAX_OVERTAKES + 3
+    assert sum(heard.ended for heard in harness.heard.values()) == 32
     harness.run()
 
 
-def test_the_look_ahead_is_bounded() -> None:
+@pytest.mark.parametrize(("before", "starts"), [(4, True), (5, False)])
+def test_the_look_ahead_is_bounded(before: int, starts: bool) -> None:
     harness = Harness(make_config(num_blocks=16, max_num_batched_tokens=64, output_reserve_blocks=0))
     harness.submit(make_spec(0, numbers(32), 20))
     harness.turn()
-    for handle in range(1, LOOK_AHEAD + 2):
+    for handle in range(1, before + 1):
         harness.submit(make_spec(handle, numbers(40, handle), 4))
     harness.submit(make_spec(90, [1], 1))
-    harness.turn()
+    for _ in range(3):
+        harness.turn()
     assert harness.running() == [0]
-    assert not harness.heard[90, 0].ended
+    assert harness.heard[90, 0].ended == starts
     harness.run()
 
 

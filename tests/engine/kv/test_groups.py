@@ -221,6 +221,19 @@ def test_admission_adds_up_what_the_groups_need() -> None:
     assert cache.available == cache.pool.num_free == 14 - 10 - 4
 
 
+def test_free_blocks_that_are_hit_count_as_taken_in_every_group() -> None:
+    cache = make_cache((None, 6), num_blocks=10)
+    leave(cache, range(16))
+    filler = make_request(range(50, 58))
+    assert cache.admit(filler)
+    assert cache.available == 6
+    again, shorter = make_request([*range(16), 9]), make_request(range(16))
+    assert not cache.admit(again)  # 4 and 2 that are free, and one of each group for the last token
+    assert cache.pool.num_free == 10
+    assert cache.admit(shorter)
+    assert (cache.available, cache.pool.num_free) == (0, 4)
+
+
 def test_the_reserve_is_kept_in_every_group() -> None:
     cache, request = make_cache((None, 6), reserve_blocks=2), make_request(range(4))
     prefill(cache, request)

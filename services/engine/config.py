@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from pydantic import ValidationInfo, field_validator
+
 from services.common.settings import Settings, knob
 
 
@@ -66,3 +68,10 @@ class EngineSettings(Settings):
     metrics_port: int = knob(9101, "port of the Prometheus endpoint; 0 takes any free one", ge=0, le=65535)
     log_level: Literal["debug", "info", "warning", "error"] = knob("info", "least urgent events that are logged")
     log_style: Literal["json", "text"] = knob("json", "one JSON object per line, or short lines for a terminal")
+
+    @field_validator("ngram_max")
+    @classmethod
+    def _no_less_than_ngram_min(cls, value: int, others: ValidationInfo) -> int:
+        if value < others.data.get("ngram_min", 0):
+            raise ValueError(f"less than --ngram-min, {others.data['ngram_min']}")
+        return value

@@ -55,7 +55,7 @@ def core_config(settings: EngineSettings, standing: Standing) -> CoreConfig:
         num_speculative_tokens=settings.max_speculative_tokens if settings.speculative == "ngram" else 0,
         max_speculative_tokens=settings.max_speculative_tokens,
         ngram_min=settings.ngram_min,
-        ngram_max=max(settings.ngram_min, settings.ngram_max),
+        ngram_max=settings.ngram_max,
         encoder_budget=settings.encoder_budget,
         encoder_cache_size=settings.encoder_cache_size,
         max_waiting_requests=settings.max_waiting_requests,

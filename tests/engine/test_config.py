@@ -28,6 +28,18 @@ def test_defaults_and_sources() -> None:
         (["--steps-in-flight", "3"], "--steps-in-flight"),
         (["--max-num-batched-tokens", "0"], "--max-num-batched-tokens"),
         (["--log-style", "xml"], "log-style"),
+        (["--policy", "lifo"], "--policy"),
+        (["--ageing-s", "0"], "--ageing-s"),
+        (["--max-preemptions", "0"], "--max-preemptions"),
+        (["--max-prefill-tokens", "0"], "--max-prefill-tokens"),
+        (["--output-reserve-blocks", "-1"], "--output-reserve-blocks"),
+        (["--encoder-budget", "0"], "--encoder-budget"),
+        (["--encoder-cache-size", "0"], "--encoder-cache-size"),
+        (["--speculative", "eagle"], "--speculative"),
+        (["--max-speculative-tokens", "-1"], "--max-speculative-tokens"),
+        (["--ngram-min", "0"], "--ngram-min"),
+        (["--ngram-max", "1"], "--ngram-max: .*less than --ngram-min, 2"),
+        (["--grammar-timeout-s", "0"], "--grammar-timeout-s"),
     ],
 )
 def test_bad_values_are_refused_by_name(argv: list[str], word: str) -> None:

@@ -1,7 +1,7 @@
 """What one step is, on its way to the workers, and what comes back. Plain columns, no protobuf.
 
 StepPlan ── wire ──▶ worker ── wire ──▶ StepOutcome
-   └── entries: what apply() needs to know again when the outcome is there
+   └── requests, epochs: what apply() needs to know again when the outcome is there
 """
 
 from __future__ import annotations
@@ -12,30 +12,8 @@ from dataclasses import dataclass, field
 from services.engine.events import LogprobColumns, StepFailure
 from services.engine.request import MediaItem, Request
 
-__all__ = [
-    "MASKED",
-    "POOLS",
-    "PROMPT_LOGPROBS",
-    "ROW_DROPPED",
-    "ROW_FAILED",
-    "ROW_NOT_FINITE",
-    "ROW_NO_TOKEN",
-    "ROW_OK",
-    "SAMPLES",
-    "STEP_FAILED",
-    "STEP_OK",
-    "STEP_SKIPPED",
-    "LogprobColumns",
-    "NewRow",
-    "PromptLogprobsChunk",
-    "StepFailure",
-    "StepMasks",
-    "StepOutcome",
-    "StepPlan",
-]
-
-SAMPLES, PROMPT_LOGPROBS, POOLS, MASKED = 1, 2, 4, 8
-"""Bits of StepPlan.flags."""
+SAMPLES, PROMPT_LOGPROBS, MASKED = 1, 2, 8
+"""Bits of StepPlan.flags; 4 is for pooled vectors, which are not built."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -82,14 +60,6 @@ class StepPlan:
     masked: list[int] = field(default_factory=list)  # places of the rows whose masks have yet to be made
 
     @property
-    def entries(self) -> list[tuple[Request, int, int, bool]]:
-        """Row by row: who, its epoch, the position after the last token computed, and whether it samples."""
-        columns = zip(self.requests, self.epochs, self.num_computed, self.num_tokens, self.flags, strict=True)
-        return [
-            (request, epoch, first + count, bool(flags & SAMPLES)) for request, epoch, first, count, flags in columns
-        ]
-
-    @property
     def total_tokens(self) -> int:
         """Tokens computed by the step."""
         return sum(self.num_tokens)
@@ -128,7 +98,7 @@ STEP_OK, STEP_FAILED, STEP_SKIPPED = 1, 2, 3
 
 @dataclass(slots=True, frozen=True)
 class StepOutcome:
-    """What a worker answered to a step; one element per row that sampled, pooled or failed."""
+    """What a worker answered to a step; one element per row that sampled or failed."""
 
     step_id: int
     status: int
@@ -140,6 +110,5 @@ class StepOutcome:
     token_ids: array[int]
     logprobs: LogprobColumns | None = None  # one position per token
     prompt_logprobs: tuple[PromptLogprobsChunk, ...] = ()
-    pooled: tuple[tuple[int, int, array[float]], ...] = ()  # row, epoch, vector
     missing_media: tuple[bytes, ...] = ()  # hashes of items that there was nothing to encode from
     duration_us: int = 0

@@ -19,6 +19,7 @@ from services.engine.core import CoreConfig, EngineCore
 from services.engine.events import Owner
 from services.engine.plan import STEP_OK, StepOutcome, StepPlan
 from services.engine.request import RequestSpec
+from tests.engine.fake_worker import entries
 
 STEPS = 320
 """Measured steps; each row takes a new block in every 16th."""
@@ -58,7 +59,7 @@ def spec(handle: int, prompt: int, output: int) -> RequestSpec:
 
 def outcome(plan: StepPlan) -> StepOutcome:
     """Each row that samples gets token 5."""
-    sampled = [(request.row, request.epoch) for request, _, _, samples in plan.entries if samples]
+    sampled = [(request.row, request.epoch) for request, _, _, samples in entries(plan) if samples]
     ones = array("i", [1] * len(sampled))
     ids = array("i", [5] * len(sampled))
     rows = array("i", [row for row, _ in sampled])

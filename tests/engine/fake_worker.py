@@ -28,11 +28,18 @@ from services.engine.plan import (
     StepOutcome,
     StepPlan,
 )
+from services.engine.request import Request
 
 VOCABULARY = 50
 MASK_BYTES = -(-VOCABULARY // 32) * 4
 LOGPROBS = b"logprobs"
 """What `sampling` says where a row is to give log probabilities."""
+
+
+def entries(plan: StepPlan) -> list[tuple[Request, int, int, bool]]:
+    """Row by row: who, its epoch, the position after the last token computed, and whether it samples."""
+    columns = zip(plan.requests, plan.epochs, plan.num_computed, plan.num_tokens, plan.flags, strict=True)
+    return [(request, epoch, first + count, bool(flags & SAMPLES)) for request, epoch, first, count, flags in columns]
 
 
 def chain(before: int, token: int) -> int:
@@ -204,7 +211,7 @@ class FakeWorker:
         rows = len(plan.rows)
         assert rows > 0
         assert len(set(plan.rows)) == rows
-        columns = (plan.num_tokens, plan.num_computed, plan.flags, plan.first_writable, plan.entries)
+        columns = (plan.num_tokens, plan.num_computed, plan.flags, plan.first_writable, entries(plan))
         assert {len(column) for column in columns} == {rows}
         assert plan.kv_groups == len(self.windows)
         assert len(plan.block_counts) == rows * plan.kv_groups

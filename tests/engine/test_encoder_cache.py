@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import InvalidArgument
 from services.engine.request import MediaItem, RequestSpec, choice_seed
-from tests.engine.fake_worker import undisturbed
+from tests.engine.fake_worker import entries, undisturbed
 from tests.engine.harness import Harness, make_config, make_spec
 
 
@@ -32,7 +32,7 @@ def make_harness(budget: int = 10, room: int = 20, **given: Any) -> Harness:
 def computed(harness: Harness) -> list[dict[int, int]]:
     """Tokens by handle of every step so far."""
     return [
-        {entry[0].owner.handle: count for entry, count in zip(plan.entries, plan.num_tokens, strict=True)}
+        {entry[0].owner.handle: count for entry, count in zip(entries(plan), plan.num_tokens, strict=True)}
         for plan in harness.plans
     ]
 

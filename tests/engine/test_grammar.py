@@ -15,7 +15,7 @@ from services.engine.events import FINISH_ABORT, FINISH_EOS, FINISH_LENGTH, Fail
 from services.engine.plan import MASKED, SAMPLES
 from services.engine.request import Replay, RequestSpec, choice_seed
 from tests.engine.fake_grammar import ENDS, ParitySource, allowed_after, parity
-from tests.engine.fake_worker import undisturbed
+from tests.engine.fake_worker import entries, undisturbed
 from tests.engine.harness import Harness, make_config, make_spec
 
 
@@ -99,7 +99,7 @@ def test_rows_that_sample_are_flagged_and_two_steps_stay_in_flight() -> None:
     run(harness)
     masked = 0
     for plan in harness.plans:
-        for (request, _, _, samples), flags in zip(plan.entries, plan.flags, strict=True):
+        for (request, _, _, samples), flags in zip(entries(plan), plan.flags, strict=True):
             is_held = request.owner.handle == 1
             assert bool(flags & MASKED) == (is_held and samples)
             assert bool(flags & SAMPLES) == samples

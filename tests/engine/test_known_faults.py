@@ -10,7 +10,7 @@ from services.common.errors import ResourceExhausted, TriptychError
 from services.engine.events import FINISH_ABORT, Owner, Started
 from services.engine.kv.hashing import ExtraKey, KeyKind, block_hash, root
 from services.engine.policies import FairShare, FirstCome, Policy, Priority
-from tests.engine.fake_worker import undisturbed
+from tests.engine.fake_worker import entries, undisturbed
 from tests.engine.harness import Harness, make_config, make_spec
 
 
@@ -20,7 +20,7 @@ def numbers(length: int, first: int = 0) -> list[int]:
 
 def handles(harness: Harness) -> list[int]:
     """Whose tokens the last step computed."""
-    return [entry[0].owner.handle for entry in harness.plans[-1].entries]
+    return [entry[0].owner.handle for entry in entries(harness.plans[-1])]
 
 
 # The prefix cache.
@@ -203,7 +203,7 @@ def test_a_preempted_request_goes_before_an_earlier_one_that_never_ran() -> None
     resumed = next(
         start
         for plan in harness.plans[plans:]
-        for entry, start in zip(plan.entries, plan.num_computed, strict=True)
+        for entry, start in zip(entries(plan), plan.num_computed, strict=True)
         if entry[0].owner.handle == 2
     )
     assert resumed > 0
@@ -317,7 +317,7 @@ def test_who_leaves_the_queue_is_never_scheduled() -> None:
     harness.abort(1)
     assert harness.core.load().waiting == 1
     harness.run()
-    assert {entry[0].owner.handle for plan in harness.plans for entry in plan.entries} == {0, 2}
+    assert {entry[0].owner.handle for plan in harness.plans for entry in entries(plan)} == {0, 2}
     assert 1 not in harness.started
     assert harness.tokens(1) == []
 

@@ -10,6 +10,7 @@ import pytest
 from services.common.errors import InvalidArgument
 from services.engine.policies import FairShare, FirstCome, Priority, make_policy
 from services.engine.request import Request, make_family
+from tests.engine.fake_worker import entries
 from tests.engine.harness import Harness, make_config, make_spec
 
 
@@ -148,7 +149,7 @@ def test_tenants_that_always_wait_get_equal_shares_of_tokens() -> None:
         harness.turn()
     used = dict.fromkeys(lengths, 0)
     for plan in harness.plans:
-        for entry, count in zip(plan.entries, plan.num_tokens, strict=True):
+        for entry, count in zip(entries(plan), plan.num_tokens, strict=True):
             used[entry[0].family.spec.tenant] += count
     assert min(used.values()) > 400
     assert abs(used["long"] - used["short"]) <= 3 * 42

@@ -11,14 +11,14 @@ from services.engine.report import Counters
 from services.engine.request import Request, make_family
 from services.engine.resources import Resource
 from services.engine.scheduler import Scheduler
-from tests.engine.fake_worker import undisturbed
+from tests.engine.fake_worker import entries, undisturbed
 from tests.engine.harness import Harness, make_config, make_spec
 
 
 def tokens_of(plan: StepPlan | None) -> dict[int, int]:
     """Handle to tokens of one plan."""
     assert plan is not None
-    return {entry[0].owner.handle: count for entry, count in zip(plan.entries, plan.num_tokens, strict=True)}
+    return {entry[0].owner.handle: count for entry, count in zip(entries(plan), plan.num_tokens, strict=True)}
 
 
 def numbers(length: int, first: int = 0) -> list[int]:
@@ -73,7 +73,7 @@ def answer(plan: StepPlan):  # type: ignore[no-untyped-def]
     rows, ones = plan.rows[:0], plan.rows[:0]
     rows.extend(plan.rows[at] for at in sampled)
     ones.extend(1 for _ in sampled)
-    epochs = type(rows)("Q", [plan.entries[at][1] for at in sampled])
+    epochs = type(rows)("Q", [entries(plan)[at][1] for at in sampled])
     return rows, epochs, bytes(len(sampled)), ones, ones
 
 
@@ -116,7 +116,7 @@ def test_a_new_row_carries_all_that_the_worker_needs() -> None:
     (new,) = plan.new_rows
     assert (new.row, new.prompt_len, new.sampling, new.seed) == (0, 2, b"parameters", 9)
     assert (new.request_id, new.traceparent, list(new.tokens)) == ("r3", "00-1", [5, 6])
-    assert new.epoch == plan.entries[0][1] > 0
+    assert new.epoch == entries(plan)[0][1] > 0
 
 
 def test_two_steps_are_in_flight_and_a_limit_costs_no_row() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.engine.fake_worker import undisturbed
+from tests.engine.fake_worker import entries, undisturbed
 from tests.engine.harness import Harness, make_config, make_spec
 
 INTERNAL = 13
@@ -21,7 +21,7 @@ def run_until_death(harness: Harness, poisoned: Collection[int], turns: int = 50
         harness.now += 1.0
         while (plan := harness.core.schedule(harness.now)) is not None:
             harness.outcomes.append(harness.worker.execute(plan))
-            handles = [entry[0].owner.handle for entry in plan.entries]
+            handles = [entry[0].owner.handle for entry in entries(plan)]
             if set(poisoned) & set(handles):
                 harness.outcomes.pop()
                 while harness.outcomes:

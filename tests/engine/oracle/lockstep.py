@@ -8,6 +8,7 @@ from services.common.errors import TriptychError
 from services.engine.plan import SAMPLES, StepPlan
 from services.engine.policies import make_policy
 from services.engine.request import RequestSpec
+from tests.engine.fake_worker import entries
 from tests.engine.harness import Harness
 from tests.engine.oracle.oracle import Oracle, Step
 from tests.engine.oracle.workload import Action, Workload
@@ -108,7 +109,7 @@ class Lockstep:
         parts = [
             ((request.owner.handle, request.choice), start, start + count, bool(flags & SAMPLES))
             for (request, *_), start, count, flags in zip(
-                plan.entries, plan.num_computed, plan.num_tokens, plan.flags, strict=True
+                entries(plan), plan.num_computed, plan.num_tokens, plan.flags, strict=True
             )
         ]
         encoded = [item.hash[0] for item in plan.encode]

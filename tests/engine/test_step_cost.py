@@ -1,0 +1,76 @@
+"""What a step costs the scheduler, counted in lines of Python that run: a time would depend on the machine.
+
+What one line does in C is not seen; `python -m tests.bench.scheduler` measures it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any, TypeVar
+
+import pytest
+
+from services.engine.core import EngineCore
+from tests.bench.scheduler import outcome
+from tests.engine.harness import make_config, make_spec
+
+RUNNING = 16
+STEPS = 8
+"""Measured steps: each row takes a new block in every fourth, so that all runs see as many."""
+_T = TypeVar("_T")
+
+
+def lines_in(call: Callable[[], _T]) -> tuple[_T, int]:
+    lines, before = 0, sys.gettrace()
+
+    def count(_frame: FrameType, event: str, _arg: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    sys.settrace(count)
+    try:
+        return call(), lines
+    finally:
+        sys.settrace(before)
+
+
+def lines_of_steps(context: int, waiting: int) -> int:
+    """Lines of steps in which nothing but decodes run, while nobody in the line can start."""
+    num_blocks = RUNNING * (context // 4 + 16)  # prompts, and a reserve that is as large as all outputs
+    core = EngineCore(
+        make_config(
+            max_num_batched_tokens=RUNNING * context,
+            max_num_seqs=2 * RUNNING,
+            max_model_len=4 * num_blocks,
+            num_blocks=num_blocks,
+            output_reserve_blocks=16,
+        )
+    )
+    for handle in range(RUNNING):
+        core.submit(make_spec(handle, [handle] * context, 60), 0.0)
+    total = 0
+    for step in range(4 + STEPS):
+        if step == 2:
+            for handle in range(RUNNING, RUNNING + waiting):
+                core.submit(make_spec(handle, [handle % 50] * 80, 4), 0.0)
+        plan, planning = lines_in(partial(core.schedule, 0.0))
+        assert plan is not None
+        assert step == 0 or plan.num_tokens.tolist() == [1] * RUNNING
+        _, applying = lines_in(partial(core.apply, outcome(plan)))
+        total += planning + applying if step >= 4 else 0
+    return total
+
+
+@pytest.mark.parametrize("waiting", [0, 50])
+def test_a_step_costs_the_same_however_long_the_contexts(waiting: int) -> None:
+    assert lines_of_steps(40, waiting) == lines_of_steps(4000, waiting)
+
+
+def test_a_step_costs_the_same_however_long_the_line() -> None:
+    few, many = (lines_of_steps(40, waiting) for waiting in (50, 5000))
+    assert few == many
+    assert few < 1.5 * lines_of_steps(40, 0), "a few are tried, and that is all"

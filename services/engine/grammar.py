@@ -39,7 +39,7 @@ class GrammarGate(Resource):
                 "an output under a constraint ends with an EOS or stop id, and the request has neither",
                 field="constraint",
             )
-        outputs = [request.tokens[request.prompt_len :] for request in family.choices]
+        outputs = [request.tokens[request.prompt_len :] if _goes_on(request) else () for request in family.choices]
         family.grammar = self._source.start(constraint.kind, constraint.text, constraint.starts_after, outputs)
         self._compiling.append(family)
 
@@ -103,6 +103,11 @@ class GrammarGate(Resource):
             masks += mine or b""
         plan.masked.clear()
         return StepMasks(plan.step_id, rows, bytes(drop), bytes(masks))
+
+
+def _goes_on(request: Request) -> bool:
+    """What a replay brings may have ended, by an id that is none of the grammar's."""
+    return not request.finish and not (request.num_outputs and request.finish_after_last())
 
 
 def _catch_up(request: Request, held: Held) -> bool:

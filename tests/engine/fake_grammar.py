@@ -83,7 +83,10 @@ class ParityCompiling:
 
     @property
     def error(self) -> str | None:
-        return "no such grammar" if self._constraint.text == "bad" else None
+        if self._constraint.text == "bad":
+            return "no such grammar"
+        leaves = any(ParityMatcher(self._constraint, ()).take(output) < len(output) for output in self._outputs)
+        return "the output received so far leaves the grammar" if leaves else None
 
     @property
     def matchers(self) -> tuple[ParityMatcher, ...]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidArgument, Unimplemented
-from services.engine.events import FINISH_ABORT, FINISH_EOS, FINISH_LENGTH, Failed
+from services.engine.events import FINISH_ABORT, FINISH_EOS, FINISH_LENGTH, FINISH_NONE, Failed
 from services.engine.plan import MASKED, SAMPLES
 from services.engine.request import Replay, RequestSpec, choice_seed
 from tests.engine.fake_grammar import ENDS, ParitySource, allowed_after, parity
@@ -261,6 +261,20 @@ def test_a_replay_goes_on_where_it_was() -> None:
         harness.submit(held(1, [1, 2, 3], 30, constraint=spec.constraint, replay=(Replay(array("i", full[:length])),)))
         run(harness)
         assert harness.tokens(1) == full
+
+
+@pytest.mark.parametrize("finish", [FINISH_EOS, FINISH_NONE])
+def test_a_replay_may_bring_choices_that_have_ended(finish: int) -> None:
+    """By an id that is no part of the grammar; whether the gateway has been told why does not matter."""
+    spec = held(1, [1, 2, 3], 30, n=2)
+    first, second = expected(spec), expected(spec, 1)
+    assert first[-1] in ENDS
+    harness, _ = make_harness()
+    replay = (Replay(array("i", first), finish), Replay(array("i", second[:2])))
+    harness.submit(held(1, [1, 2, 3], 30, n=2, replay=replay))
+    run(harness)
+    assert harness.tokens(1, 1) == second
+    assert harness.heard[1, 1].finish == FINISH_EOS
 
 
 def test_a_preempted_row_in_flight_is_dropped() -> None:

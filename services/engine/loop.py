@@ -218,9 +218,8 @@ class EngineLoop:
     def explain(self, token: bytes) -> Explanation | None:
         """Where a request is and why."""
         found = self._core.explain(token)
-        if found is not None and self._holds:
-            return replace(found, reason=next(reversed(self._holds.values())))
-        return found
+        reason = next(reversed(self._holds.values()), self._workers.missing)
+        return replace(found, reason=reason) if found is not None and reason else found
 
     def reset_prefix_cache(self, preempt: bool) -> int:
         """Forgets cached prefixes; how many blocks left the index."""

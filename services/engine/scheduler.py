@@ -292,6 +292,8 @@ class Scheduler:
             return next((reason for each in concerned if (reason := each.why(request))), None)
         if self.waiting.parked(request):
             return "waits for the first choice to compute the prompt they share"
+        if self._on_trial:
+            return "those that were in a failed step run first, each alone"
         if len(self.running) >= self._limits.max_num_seqs:
             return f"all {self._limits.max_num_seqs} places are taken by running choices"
         return next((reason for each in concerned if (reason := each.why(request))), None)

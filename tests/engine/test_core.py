@@ -306,6 +306,19 @@ def test_a_step_that_fails_fails_only_who_is_guilty() -> None:
     assert sum(plan.resync for plan in harness.plans) == 2
 
 
+def test_who_waits_while_others_run_alone_is_told_so() -> None:
+    harness = Harness(make_config(max_num_batched_tokens=64, steps_in_flight=1))
+    for handle in range(3):
+        harness.submit(make_spec(handle, [handle, *PROMPT], 4))
+    harness.worker.fails = lambda names: len(names) > 1
+    harness.turn()
+    harness.submit(make_spec(3, PROMPT, 4))
+    explanation = harness.core.explain((3).to_bytes(16, "big"))
+    assert explanation is not None
+    assert (explanation.reason, explanation.position) == ("those that were in a failed step run first, each alone", 0)
+    harness.run()
+
+
 def test_a_failure_of_nobody_alone_ends_too() -> None:
     """Each turn alone brings a token, so even steps that fail only in company get to their end."""
     harness = Harness(make_config(max_num_batched_tokens=64))

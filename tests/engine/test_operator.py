@@ -277,6 +277,7 @@ async def test_what_is_lost_cannot_be_put_to_sleep_and_goes_on_later(own_worker:
     async with sleeper(own_worker.address, listen) as (engine, gateway):
         answer = await under_way(gateway, max_tokens=30)
         await lost(engine, own_worker)
+        assert "is lost" in (await explained(gateway)).reason
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await sleep(gateway, 1)
         assert refused.value.code() == grpc.StatusCode.UNAVAILABLE

@@ -202,6 +202,27 @@ def test_a_png_needs_pillow_and_says_so(
     assert "a PNG needs Pillow" in capsys.readouterr().err
 
 
+def test_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever a terminal's markup, or XML, would make of them."""
+    request = {"name": "[red]x[/]", "count": 2, "tenant": "[/bold]", "prompt_tokens": 3, "output_tokens": 2}
+    path, picture = tmp_path / "names.json", tmp_path / "p.svg"
+    path.write_text(json.dumps({"description": "\x1b[1m & \0", "requests": [request]}))
+    said = output([str(path), f"--plot={picture}"], capsys)
+    assert "[red]x[/]-1" in said
+    assert "tenant [/bold]" in said
+    assert "\N{REPLACEMENT CHARACTER}[1m & \N{REPLACEMENT CHARACTER}" in "".join(ET.parse(picture).getroot().itertext())
+
+
+def test_what_cannot_be_written_is_told_in_one_line(
+    crowd: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.svg").mkdir()
+    assert __main__.main(["simulate", crowd, f"--plot={tmp_path / 'p.svg'}"]) == 2
+    assert "is a folder" in capsys.readouterr().err
+    assert __main__.main(["simulate", crowd, "--trace=/dev/full"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 @settings(max_examples=40)
 @given(st.lists(st.floats(0, 1e9) | st.just(0.0), min_size=1, max_size=200), st.floats(0, 100))
 def test_quantiles_of_many_values_are_within_a_percent(values: list[float], percent: float) -> None:

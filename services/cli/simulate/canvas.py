@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ Anchor = Literal["start", "middle", "end"]
 _FONT = "Inter, 'Helvetica Neue', Helvetica, Arial, sans-serif"
 _SCALE = 3  # a PNG is drawn larger than it will be, and made smaller: that smooths its edges
 _SHARPNESS = 2  # pixels of the PNG per pixel of the picture
+_NO_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _PILLOW_ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}
 
 
@@ -129,6 +131,8 @@ def check_target(path: Path, option: str) -> None:
         raise SettingsError(f"{option}: a PNG needs Pillow (pip install 'triptych[cli]'); an SVG needs nothing")
     if not path.parent.is_dir():
         raise SettingsError(f"{option}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise SettingsError(f"{option}: {path} is a folder")
 
 
 def _svg(shape: Area | Line | Label) -> str:
@@ -141,9 +145,10 @@ def _svg(shape: Area | Line | Label) -> str:
             f'stroke-width="{shape.width:g}" stroke-linejoin="round"{dashes}/>'
         )
     weight = ' font-weight="600"' if shape.bold else ""
+    text = _NO_XML.sub("\N{REPLACEMENT CHARACTER}", shape.text)
     return (
         f'<text x="{shape.at[0]:.1f}" y="{shape.at[1]:.1f}" font-size="{shape.size:g}" fill={quoteattr(shape.fill)} '
-        f'text-anchor="{shape.anchor}"{weight}>{escape(shape.text)}</text>'
+        f'text-anchor="{shape.anchor}"{weight}>{escape(text)}</text>'
     )
 
 

@@ -31,7 +31,7 @@ class SimulateSettings(Settings):
 
 
 def main(command: str, argv: Sequence[str]) -> int:
-    """Prints the run. Status 1 if requests are left that can never run."""
+    """Prints the run. Status 1 if requests are left that can never run, or something cannot be written."""
     parser = build_parser(SimulateSettings, f"triptych {command}")
     parser.add_argument("workload", metavar="WORKLOAD.json", type=Path, help="limits, costs and requests")
     parser.add_argument("--json", dest="json_document", action="store_true", help="the same as --json-document")
@@ -41,7 +41,9 @@ def main(command: str, argv: Sequence[str]) -> int:
     workload = read(path)
     try:
         simulate(workload, settings, workload.description or path.stem)
-    except Stuck as error:
+    except BrokenPipeError:
+        raise
+    except (Stuck, OSError) as error:  # a file that could be opened, or standard output, may not take all of it
         print(f"triptych {command}: {error}", file=sys.stderr)
         return 1
     return 0

@@ -164,4 +164,4 @@ def _add(table: Grid, group: str, times: Times) -> None:
         figures = spread.figures()
         if figures:
             shown = f"{times.requests:,} {group}" if group and at == 0 else ""
-            table.add_row(name, *[f"{value:,.1f}" for value in figures.values()], shown)
+            table.add_row(name, *[f"{value:,.1f}" for value in figures.values()], Text(shown))

@@ -40,7 +40,7 @@ class EngineSettings(Settings):
     policy: Literal["fcfs", "priority", "fair"] = knob(
         "priority", "who goes first: by arrival, by priority, or by priority and then each tenant its share"
     )
-    ageing_s: float = knob(60.0, "seconds of waiting that make up for one level of priority", gt=0)
+    ageing_s: float = knob(60.0, "seconds of waiting that make up for one level of priority", ge=0.001)
     max_prefill_tokens: int | None = knob(
         None, "tokens that one request computes in a step while others wait; by default no limit", ge=1
     )

@@ -22,8 +22,11 @@ from services.common.logs import Log
 
 LONGEST_TEXT = 256 * 1024
 """Characters of a schema, an expression or a grammar."""
-KEPT = 128
+KEPT = 32
 """Compiled grammars that are kept, those used last."""
+LEXER_FUEL = 100_000
+"""What the library may spend on the states of one grammar. A tenth of its own limit: with that, 30 hostile
+characters cost 200 MB and seconds of every mask; with this some 10 MB, and 10,000 words still compile."""
 _WHITESPACE = r"[ \t\r\n]{1,64}"
 _log = Log("engine.grammars")
 
@@ -182,9 +185,8 @@ class Grammars:
             if found is not None:
                 self._compiled.move_to_end(key)
                 return found
-        matcher = LLMatcher(
-            self._tokenizer, _grammar(kind, text), log_level=0, limits=LLParserLimits(verbose_errors=False)
-        )
+        limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL, verbose_errors=False)
+        matcher = LLMatcher(self._tokenizer, _grammar(kind, text), log_level=0, limits=limits)
         matcher.compute_bitmask()  # builds what is built lazily, and finds out that nothing can be said
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
             raise ValueError(_one_line(matcher.get_error()))

@@ -123,10 +123,18 @@ SETTINGS = (
 )
 
 
+REPEATS = 3
+
+
+def best(running: int, context: int, waiting: int) -> Figure:
+    """The lowest median of a few runs: whoever shares the machine only adds to them."""
+    return min((measure(running, context, waiting) for _ in range(REPEATS)), key=lambda figure: figure.schedule_us)
+
+
 def main() -> int:
     """Prints JSON, and a table unless --json is given."""
     tune_interpreter()
-    figures = [measure(*setting) for setting in SETTINGS]
+    figures = [best(*setting) for setting in SETTINGS]
     print(json.dumps([asdict(figure) for figure in figures]))
     if "--json" not in sys.argv[1:]:
         print("running  context  waiting  schedule us  apply us")

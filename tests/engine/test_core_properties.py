@@ -139,7 +139,7 @@ class Storm:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), length=st.integers(1, 160))
 def test_a_storm_changes_no_output(depth: int, seed: int, length: int) -> None:
     storm = Storm(random.Random(seed), depth)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -283,6 +285,22 @@ def test_a_grammar_too_long_is_refused_at_once(grammars: Grammars) -> None:
     with pytest.raises(InvalidArgument, match="characters") as refused:
         grammars.start("regex", "a" * (LONGEST_TEXT + 1), (), [[]])
     assert refused.value.field == "constraint"
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_grammar_of_a_few_hostile_characters_takes_little_memory(grammars: Grammars) -> None:
+    before = resident_bytes()
+    for count in range(900, 904):
+        finish(grammars.start("regex", f"(((a{{1000}}){{1000}}){{{count}}}){{1000}}", (), [[]]))
+    assert resident_bytes() - before < 200 << 20
+
+
+def test_ten_thousand_words_are_not_too_many(grammars: Grammars) -> None:
+    words = "|".join(f"word{number:05}" for number in range(10_000))
+    assert error_of(grammars, "regex", words) is None
 
 
 def test_without_a_tokenizer_grammars_are_refused() -> None:

@@ -337,6 +337,12 @@ def test_a_result_that_makes_no_sense_is_refused(changes: dict[str, Any]) -> Non
         steps.to_outcome(a_result(**changes))
 
 
+def test_drafts_of_the_workers_own_are_refused_by_name() -> None:
+    with pytest.raises(Unimplemented) as caught:
+        steps.to_outcome(a_result(proposed_count_i32le=le(1, 0)))
+    assert caught.value.field == "proposed_count_i32le"
+
+
 def test_what_is_told_comes_outputs_first() -> None:
     out = Outgoing(draining=True)
     columns = LogprobColumns(array("i", [0, 1]), array("i", [5]), array("f", [-1.0]), array("i", [1]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protos import common_pb2, worker_pb2
-from services.common.errors import InvalidArgument
+from services.common.errors import InvalidArgument, Unimplemented
 from services.engine.events import LogprobColumns, StepFailure
 from services.engine.plan import NewRow, PromptLogprobsChunk, StepMasks, StepOutcome, StepPlan
 from services.engine.request import MediaItem
@@ -73,6 +73,8 @@ def to_outcome(result: worker_pb2.StepResult) -> StepOutcome:
         raise InvalidArgument("the columns of the result differ in length", field="row_i32le")
     if counts and (min(counts) < 0 or sum(counts) != len(token_ids)):
         raise InvalidArgument("token_count_i32le does not add up to the tokens", field="token_count_i32le")
+    if result.proposed_count_i32le:
+        raise Unimplemented("drafts of the worker's own are not taken by this engine", field="proposed_count_i32le")
     if any(len(each) != _HASH_BYTES for each in result.missing_media):
         raise InvalidArgument(f"missing_media has a hash that is not of {_HASH_BYTES} bytes", field="missing_media")
     logprobs = to_logprobs(result.logprobs, len(token_ids)) if result.HasField("logprobs") else None

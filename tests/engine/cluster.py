@@ -165,7 +165,7 @@ class Gateway:
             async with self._changed:
                 await self._changed.wait_for(lambda: self.broken or condition())
 
-        await asyncio.wait_for(wait(), 30)
+        await asyncio.wait_for(wait(), 120)
         if self.broken:
             raise self.broken
 

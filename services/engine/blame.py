@@ -19,7 +19,7 @@ _PLACE_TOKENS = 2
 
 def find_guilty(plan: StepPlan) -> Request | None:
     """Counts a worker's death against all that the step computed. The request that is guilty beyond doubt, if any."""
-    accused = [who for who, epoch in zip(plan.requests, plan.epochs, strict=True) if who.epoch == epoch]
+    accused = plan.live
     for request in accused:
         if len(request.tokens) - request.died_at > _PLACE_TOKENS:
             request.deaths = 0

@@ -199,21 +199,23 @@ class EngineCore:
         """
         if len(self._in_flight) >= self.config.steps_in_flight:
             return None
-        plan = StepPlan(self._next_step, self._resync, len(self.config.kv_windows))
+        plan = self._blank_plan()
         self.scheduler.schedule(plan, now)
-        if plan.empty:
-            return None
-        self._next_step += 1
-        self._resync = False
-        self._in_flight.append(plan)
-        return plan
+        return None if plan.empty else self._launch(plan)
 
     def let_go(self) -> StepPlan | None:
         """A step that computes nothing and tells the worker which rows are free; for when nothing runs."""
         if self._in_flight or not self.scheduler.has_freed:
             return None
-        plan = StepPlan(self._next_step, self._resync, len(self.config.kv_windows))
+        plan = self._blank_plan()
         self.scheduler.let_go(plan)
+        return self._launch(plan)
+
+    def _blank_plan(self) -> StepPlan:
+        return StepPlan(self._next_step, self._resync, len(self.config.kv_windows))
+
+    def _launch(self, plan: StepPlan) -> StepPlan:
+        """The plan goes out: its number is taken, and its outcome awaited."""
         self._next_step += 1
         self._resync = False
         self._in_flight.append(plan)
@@ -309,7 +311,7 @@ class EngineCore:
     def _step_failed(self, plan: StepPlan, outcome: StepOutcome) -> list[Event]:
         """Undoes the step. Who ran alone in a failed one is guilty; of several each will run alone."""
         events: list[Event] = []
-        live = [who for who, epoch in zip(plan.requests, plan.epochs, strict=True) if who.epoch == epoch]
+        live = plan.live
         if outcome.status == STEP_FAILED:
             if len(plan.requests) == 1:
                 request = plan.requests[0]
@@ -320,7 +322,7 @@ class EngineCore:
                     request.suspect = True
         elif not live:
             return events
-        self.scheduler.requeue_all()
+        self.scheduler.step_failed()
         if outcome.status == STEP_FAILED:
             for lost in (plan, *self._in_flight):
                 for resource in self._resources:
@@ -355,8 +357,7 @@ class EngineCore:
 
     def preempt_all(self) -> None:
         """Takes all that run back to the waiting line; nobody holds KV then."""
-        for request in reversed(self.scheduler.running.copy()):
-            self.scheduler.requeue(request)
+        self.scheduler.requeue_all()
 
     def reset_prefix_cache(self, preempt: bool) -> int:
         """Forgets the cached prefixes that no request holds; the count of blocks that left the index."""

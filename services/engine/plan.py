@@ -69,6 +69,11 @@ class StepPlan:
         """Nothing computes."""
         return not self.rows
 
+    @property
+    def live(self) -> list[Request]:
+        """Those that are still where they were when this was planned."""
+        return [who for who, epoch in zip(self.requests, self.epochs, strict=True) if who.epoch == epoch]
+
 
 @dataclass(slots=True, frozen=True)
 class StepMasks:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Sequence
+from itertools import takewhile
 
 from services.engine.limits import CoreConfig
 from services.engine.plan import SAMPLES, NewRow, StepPlan
@@ -149,18 +150,21 @@ class Scheduler:
             self._start(urgent, plan, now)
 
     def _in_the_way(self, urgent: Request, plan: StepPlan) -> list[Request] | None:
-        """The fewest whose places it needs, least urgent first; None when it could not start even then."""
-        victims: list[Request] = []
-        concerned = [resource for resource in self._resources if resource.concerns(urgent)]
+        """The fewest whose places it needs, least urgent first; None when it could not start even then.
+
+        Whoever leaves only adds room, so that halving finds how many are enough.
+        """
         candidates = (each for each in reversed(self.running) if not _is_spared(each, plan))
-        while len(self.running) - len(victims) >= self._limits.max_num_seqs or not all(
-            resource.would_fit(urgent, victims) for resource in concerned
-        ):
-            victim = next(candidates, None)
-            if victim is None or not self._policy.outranks(urgent, victim):
-                return None
-            victims.append(victim)
-        return victims
+        outranked = list(takewhile(lambda each: self._policy.outranks(urgent, each), candidates))
+        concerned = self._concerned(urgent)
+        least = max(0, len(self.running) + 1 - self._limits.max_num_seqs)  # for a place on a row
+
+        def fits(count: int) -> bool:
+            return all(resource.would_fit(urgent, outranked[:count]) for resource in concerned)
+
+        if least > len(outranked) or not fits(len(outranked)):
+            return None
+        return outranked[: bisect_left(range(len(outranked)), True, lo=least, key=fits)]
 
     def _reserve(self, request: Request, num_tokens: int, verbs: Verbs, plan: StepPlan) -> bool:
         """Takes what computing the tokens needs, preempting where it is short. False: not in this step."""
@@ -179,10 +183,7 @@ class Scheduler:
 
         The running are in order of urgency, so that a victim is never chosen yet:
 
-            [ chosen …  request  …  victim  protected ]
-
-        A protected one holds or has been promised all that it will ever need. It waits for what was
-        promised until those that took it have ended or have been preempted themselves.
+            [ chosen …  request  …  victim  spared ]
         """
         for victim in reversed(self.running):
             if not _is_spared(victim, plan):
@@ -234,9 +235,7 @@ class Scheduler:
             for describe in verbs.describe:
                 describe(request, plan, at)
             if samples:  # from here on it is a token behind: steady while that is all that it needs
-                limit = request.limit - 1
-                request.steady_until = min([until(request) for until in verbs.steady_until], default=limit)
-                request.steady_until = min(request.steady_until, limit)
+                request.steady_until = min([request.limit - 1, *[until(request) for until in verbs.steady_until]])
                 request.known = end + 1
             request.num_computed = end
         if self._policy.charges:
@@ -271,9 +270,13 @@ class Scheduler:
         (self.suspects if request.suspect else self.waiting).add(request)
 
     def requeue_all(self) -> None:
-        """The same for all that run. The worker may hold any row ever used."""
+        """The same for all that run."""
         for request in reversed(self.running.copy()):
             self.requeue(request)
+
+    def step_failed(self) -> None:
+        """Nobody runs, and the worker may hold any row ever used."""
+        self.requeue_all()
         self._rows.doubt()
 
     def worker_lost(self) -> None:
@@ -287,15 +290,14 @@ class Scheduler:
 
     def why(self, request: Request) -> str | None:
         """What keeps a waiting request from starting."""
-        concerned = [resource for resource in self._resources if resource.concerns(request)]
-        if not all(resource.ready(request) for resource in concerned):
-            return next((reason for each in concerned if (reason := each.why(request))), None)
-        if self.waiting.parked(request):
-            return "waits for the first choice to compute the prompt they share"
-        if self._on_trial:
-            return "those that were in a failed step run first, each alone"
-        if len(self.running) >= self._limits.max_num_seqs:
-            return f"all {self._limits.max_num_seqs} places are taken by running choices"
+        concerned = self._concerned(request)
+        if all(resource.ready(request) for resource in concerned):
+            if self.waiting.parked(request):
+                return "waits for the first choice to compute the prompt they share"
+            if self._on_trial:
+                return "those that were in a failed step run first, each alone"
+            if len(self.running) >= self._limits.max_num_seqs:
+                return f"all {self._limits.max_num_seqs} places are taken by running choices"
         return next((reason for each in concerned if (reason := each.why(request))), None)
 
     @property
@@ -344,10 +346,13 @@ class Scheduler:
         """Somebody waits, and there is a place to take."""
         return self.waiting.num_ready > 0 and len(self.running) < self._limits.max_num_seqs
 
+    def _concerned(self, request: Request) -> tuple[Resource, ...]:
+        return tuple(resource for resource in self._resources if resource.concerns(request))
+
     def _admit(self, request: Request, budget: int, *, take: bool) -> int:
         """How many tokens a waiting request may start with, having taken what they need if so asked. With 0 it
         holds nothing."""
-        resources = tuple(resource for resource in self._resources if resource.concerns(request))
+        resources = self._concerned(request)
         admitted = []
         for resource in resources:
             if not resource.admit(request):

@@ -159,11 +159,13 @@ class KvCache(Resource):
 
     def would_fit(self, request: Request, without: Sequence[Request]) -> bool:
         """The sum that `admit` makes, without a look at the prefix cache, once `without` have left."""
-        holds = Counter(block for other in without for table in other.tables for block in table.blocks)
-        freed = sum(self.pool.refs[block] == count for block, count in holds.items())
         promised = sum(other.blocks_promised for other in without)
-        free = self.available + freed + promised + self._reserve_blocks * len(without)
-        return self._groups.claim(0, _promised_until(request)) <= free
+        needed = self._groups.claim(0, _promised_until(request))
+        needed -= self.available + promised + self._reserve_blocks * len(without)
+        if needed > sum(len(table.blocks) for other in without for table in other.tables):
+            return False  # not even if they share no block with others: what most steps find that ask again
+        holds = Counter(block for other in without for table in other.tables for block in table.blocks)
+        return needed <= sum(self.pool.refs[block] == count for block, count in holds.items())
 
     def release(self, request: Request) -> None:
         """Frees from the tail of the chain, so that its head is the last to be given out."""

@@ -56,7 +56,7 @@ class EncoderCache(Resource):
 
     def concerns(self, request: Request) -> bool:
         """Only prompts with media."""
-        return bool(request.family.spec.media)
+        return bool(_all(request))
 
     def begin(self) -> None:
         """The encoder's time is whole again."""
@@ -124,7 +124,7 @@ class EncoderCache(Resource):
 
     def release(self, request: Request) -> None:
         """Lets go of everything."""
-        for item in request.family.spec.media:
+        for item in _all(request):
             output = self._outputs.get(item.hash)
             if output is not None:
                 self._let_go(output, request)
@@ -154,18 +154,21 @@ class EncoderCache(Resource):
     def would_fit(self, request: Request, without: Sequence[Request]) -> bool:
         """Whether the first item that is not there has room besides what others hold."""
         held = sum(each.item.embeddings for each in self._outputs.values() if not each.holders.issubset(without))
-        first = next((item for item in _all(request) if item.hash not in self._outputs), None)
+        first = self._first_missing(request)
         return first is None or held + first.embeddings <= self.capacity
 
     def why(self, request: Request) -> str | None:
         """The item that a waiting request cannot start without."""
-        item = next((item for item in _all(request) if item.hash not in self._outputs), None)
+        item = self._first_missing(request)
         if item is None or self.would_fit(request, ()):
             return None
         return (
             f"waits for the encoder: its next item makes {item.embeddings} embeddings; "
             f"{self.used - self._idle_used} of {self.capacity} are held by running requests"
         )
+
+    def _first_missing(self, request: Request) -> MediaItem | None:
+        return next((item for item in _all(request) if item.hash not in self._outputs), None)
 
     @property
     def _room(self) -> int:

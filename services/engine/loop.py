@@ -201,7 +201,7 @@ class EngineLoop:
     def give_up(self, session: Session) -> None:
         """Ends every request of a gateway that is gone."""
         ended = [record for record in session.records.values() if not record.finished]
-        self._guarded("abort_gateway", lambda: self._forget_gateway(session.gateway))
+        self._guarded("abort_gateway", lambda: self._core.abort_gateway(session.gateway))
         for record in ended:
             for choice in record.choices:
                 if choice.finish == FINISH_NONE:
@@ -210,10 +210,6 @@ class EngineLoop:
             self._finish(record)
         self.sessions.close(session)
         _log.info("gateway given up", gateway=session.name, incarnation=session.gateway, requests=len(ended))
-
-    def _forget_gateway(self, gateway: int) -> list[Event]:
-        self._core.abort_gateway(gateway)
-        return []
 
     def explain(self, token: bytes) -> Explanation | None:
         """Where a request is and why."""
@@ -252,11 +248,7 @@ class EngineLoop:
 
     def preempt_all(self) -> None:
         """No request holds KV any more. To be called while nothing is scheduled."""
-        self._guarded("preempt_all", self._preempt_all)
-
-    def _preempt_all(self) -> list[Event]:
-        self._core.preempt_all()
-        return []
+        self._guarded("preempt_all", self._core.preempt_all)
 
     def forget_worker(self) -> None:
         """The worker has emptied its rows and its KV."""
@@ -314,10 +306,10 @@ class EngineLoop:
         self._guarded("expire", lambda: self._core.expire(time.monotonic()))
         self._watch_deadlines()
 
-    def _guarded(self, name: str, call: Callable[[], list[Event]]) -> None:
+    def _guarded(self, name: str, call: Callable[[], list[Event] | None]) -> None:
         """A call of the core from outside the loop's turns; a bug in it is logged and costs nothing else."""
         try:
-            self._emit(call())
+            self._emit(call() or ())
             self._show_load()
         except Exception as error:
             _log.error("core failed", exc_info=error, call=name)

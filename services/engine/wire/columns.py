@@ -8,6 +8,8 @@ from typing import Any
 
 from services.common.errors import InvalidArgument
 
+HASH_BYTES = 32
+"""Of the SHA-256 that names an item of media."""
 _SWAP = sys.byteorder == "big"
 
 

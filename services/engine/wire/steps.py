@@ -7,9 +7,7 @@ from services.common.errors import InvalidArgument, Unimplemented
 from services.engine.events import LogprobColumns, StepFailure
 from services.engine.plan import NewRow, PromptLogprobsChunk, StepMasks, StepOutcome, StepPlan
 from services.engine.request import MediaItem
-from services.engine.wire.columns import to_bytes, to_column
-
-_HASH_BYTES = 32
+from services.engine.wire.columns import HASH_BYTES, to_bytes, to_column
 
 
 def step_message(plan: StepPlan) -> worker_pb2.ExecuteRequest:
@@ -75,8 +73,8 @@ def to_outcome(result: worker_pb2.StepResult) -> StepOutcome:
         raise InvalidArgument("token_count_i32le does not add up to the tokens", field="token_count_i32le")
     if result.proposed_count_i32le:
         raise Unimplemented("drafts of the worker's own are not taken by this engine", field="proposed_count_i32le")
-    if any(len(each) != _HASH_BYTES for each in result.missing_media):
-        raise InvalidArgument(f"missing_media has a hash that is not of {_HASH_BYTES} bytes", field="missing_media")
+    if any(len(each) != HASH_BYTES for each in result.missing_media):
+        raise InvalidArgument(f"missing_media has a hash that is not of {HASH_BYTES} bytes", field="missing_media")
     logprobs = to_logprobs(result.logprobs, len(token_ids)) if result.HasField("logprobs") else None
     return StepOutcome(
         step_id=result.step_id,

@@ -10,10 +10,9 @@ from services.common.errors import InvalidArgument, Unimplemented
 from services.engine.events import Owner
 from services.engine.request import Constraint, MediaItem, Replay, RequestSpec
 from services.engine.standing import ModelCard
-from services.engine.wire.columns import to_column
+from services.engine.wire.columns import HASH_BYTES, to_column
 
 _TOKEN_BYTES = 16
-_HASH_BYTES = 32
 _GATEWAY_STATE_LIMIT = 64 * 1024
 _LOGPROBS_LIMIT = 20
 _MEDIA_LIMIT = 1024
@@ -113,8 +112,8 @@ def _media_item(ref: common_pb2.MediaRef, field: str, model: ModelCard) -> Media
         raise Unimplemented(
             f"{field}.modality is {ref.modality!r}, which the model does not take", field=f"{field}.modality"
         )
-    if len(ref.hash) != _HASH_BYTES:
-        message = f"{field}.hash has {len(ref.hash)} bytes instead of {_HASH_BYTES}"
+    if len(ref.hash) != HASH_BYTES:
+        message = f"{field}.hash has {len(ref.hash)} bytes instead of {HASH_BYTES}"
         raise InvalidArgument(message, field=f"{field}.hash")
     if ref.length < 1:
         raise InvalidArgument(f"{field}.length must be at least 1", field=f"{field}.length")
@@ -129,14 +128,9 @@ def _constraint(constraint: common_pb2.Constraint, vocab_size: int) -> Constrain
     starts_after = tuple(constraint.starts_after.ids)
     _id_set(starts_after, "constraint.starts_after", vocab_size)
     kind = constraint.WhichOneof("kind")
-    if kind == "json_object":
-        if not constraint.json_object:
-            raise InvalidArgument("json_object must be true where it is set", field="constraint.json_object")
-        return Constraint("json_object", "", starts_after)
-    if kind == "json_schema":
-        return Constraint("json_schema", constraint.json_schema, starts_after)
-    if kind == "regex":
-        return Constraint("regex", constraint.regex, starts_after)
-    if kind == "lark":
-        return Constraint("lark", constraint.lark, starts_after)
-    raise InvalidArgument("the constraint is of no kind that this engine knows", field="constraint")
+    if kind is None:
+        raise InvalidArgument("the constraint is of no kind that this engine knows", field="constraint")
+    if kind == "json_object" and not constraint.json_object:
+        raise InvalidArgument("json_object must be true where it is set", field="constraint.json_object")
+    texts = {"json_schema": constraint.json_schema, "regex": constraint.regex, "lark": constraint.lark}
+    return Constraint(kind, texts.get(kind, ""), starts_after)

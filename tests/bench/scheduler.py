@@ -11,15 +11,13 @@ import json
 import statistics
 import sys
 import time
-from array import array
 from dataclasses import asdict, dataclass
 
+from services.cli.simulate.worker import outcome_of
 from services.common.server import tune_interpreter
 from services.engine.core import CoreConfig, EngineCore
-from services.engine.events import Owner
-from services.engine.plan import STEP_OK, StepOutcome, StepPlan
 from services.engine.request import RequestSpec
-from tests.engine.fake_worker import entries
+from tests.engine.harness import make_spec
 
 STEPS = 320
 """Measured steps; each row takes a new block in every 16th."""
@@ -39,32 +37,7 @@ class Figure:
 
 def spec(handle: int, prompt: int, output: int) -> RequestSpec:
     """Prompts that share nothing."""
-    ids = array("i", [(handle * 7919 + at * 31) % 997 for at in range(prompt)])
-    return RequestSpec(
-        owner=Owner(1, handle),
-        token=handle.to_bytes(16, "big"),
-        request_id=f"r{handle}",
-        prompt=ids,
-        sampling=b"",
-        n=1,
-        max_tokens=output,
-        min_tokens=0,
-        eos_ids=frozenset(),
-        stop_ids=frozenset(),
-        seed=1,
-        logprobs=None,
-        prompt_logprobs=None,
-    )
-
-
-def outcome(plan: StepPlan) -> StepOutcome:
-    """Each row that samples gets token 5."""
-    sampled = [(request.row, request.epoch) for request, _, _, samples in entries(plan) if samples]
-    ones = array("i", [1] * len(sampled))
-    ids = array("i", [5] * len(sampled))
-    rows = array("i", [row for row, _ in sampled])
-    epochs = array("Q", [epoch for _, epoch in sampled])
-    return StepOutcome(plan.step_id, STEP_OK, None, rows, epochs, bytes(len(sampled)), ones, ids)
+    return make_spec(handle, [(handle * 7919 + at * 31) % 997 for at in range(prompt)], output)
 
 
 def measure(running: int, context: int, waiting: int) -> Figure:
@@ -93,7 +66,7 @@ def measure(running: int, context: int, waiting: int) -> Figure:
         plan = core.schedule(0.0)
         planned = time.perf_counter()
         assert plan is not None
-        answer = outcome(plan)
+        answer = outcome_of(plan)
         told = time.perf_counter()
         core.apply(answer)
         end = time.perf_counter()

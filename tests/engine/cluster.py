@@ -238,6 +238,14 @@ class Gateway:
         assert position == len(ids)
 
 
+async def attached(address: str) -> Gateway:
+    """A gateway on its stream, once the engine serves."""
+    gateway = Gateway(address)
+    await gateway.wait_until_served()
+    await gateway.attach()
+    return gateway
+
+
 async def all_blocks_free(gateway: Gateway) -> None:
     await gateway.until(lambda: gateway.loads[-1].free_blocks == gateway.loads[-1].total_blocks)
     assert gateway.loads[-1].running == gateway.loads[-1].waiting == 0

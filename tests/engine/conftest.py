@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.engine.__main__ import Engine
-from tests.engine.cluster import Gateway, WorkerProcess, running_engine
+from tests.engine.cluster import Gateway, WorkerProcess, attached, running_engine
 
 
 @pytest.fixture(scope="session")
@@ -43,8 +43,6 @@ async def engine(worker: str, listen: str) -> AsyncIterator[Engine]:
 
 @pytest.fixture
 async def gateway(engine: Engine, listen: str) -> AsyncIterator[Gateway]:
-    gateway = Gateway(listen)
-    await gateway.wait_until_served()
-    await gateway.attach()
+    gateway = await attached(listen)
     yield gateway
     await gateway.close()

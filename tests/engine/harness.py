@@ -231,7 +231,7 @@ def check_index(pool: BlockPool) -> None:
     contents: dict[tuple[int, bytes], list[int]] = {}
     for block, name in enumerate(pool.names):
         if name is not None:
-            contents.setdefault((pool.group_of(block), name), []).append(block)
+            contents.setdefault((pool._groups[block], name), []).append(block)
     assert len(contents) == pool.num_indexed
     for (group, name), blocks in contents.items():
         assert pool.find(name, group) in blocks

@@ -42,7 +42,7 @@ class Listener:
 def index_of(cache: KvCache) -> dict[bytes, bytes]:
     """Names and parents, read off the pool's blocks."""
     pool = cache.pool
-    named = [(block, name) for block, name in enumerate(pool.names) if name and pool.group_of(block) == 0]
+    named = [(block, name) for block, name in enumerate(pool.names) if name and pool._groups[block] == 0]
     return {name: pool._parents[block] for block, name in named}
 
 

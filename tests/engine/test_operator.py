@@ -15,7 +15,7 @@ from protos import common_pb2, engine_pb2, worker_pb2, worker_pb2_grpc
 from services.common.channel import connect
 from services.engine.__main__ import Engine
 from services.engine.events import FINISH_ABORT, FINISH_LENGTH
-from tests.engine.cluster import LONG, Answer, Gateway, WorkerProcess, all_blocks_free, running_engine
+from tests.engine.cluster import LONG, Answer, Gateway, WorkerProcess, all_blocks_free, attached, running_engine
 
 TOKEN = b"e" * 16
 KV_BYTES_PER_TOKEN = 1024  # of the simulated model
@@ -64,13 +64,6 @@ async def under_way(gateway: Gateway, handle: int = 1, max_tokens: int = 200) ->
     answer = await gateway.submit(handle, [handle, 2, 3], max_tokens=max_tokens, token=TOKEN)
     await gateway.until(lambda: len(answer.tokens.get(0, ())) > 3)
     return answer
-
-
-async def served(listen: str) -> Gateway:
-    gateway = Gateway(listen)
-    await gateway.wait_until_served()
-    await gateway.attach()
-    return gateway
 
 
 async def test_a_pause_keeps_what_runs_and_takes_what_comes(gateway: Gateway) -> None:
@@ -157,7 +150,7 @@ async def test_resetting_the_prefix_cache_by_value(gateway: Gateway) -> None:
 @asynccontextmanager
 async def sleeper(worker: str, listen: str, **knobs: Any) -> AsyncIterator[tuple[Engine, Gateway]]:
     async with running_engine(worker, listen, num_blocks=100, **knobs) as engine:
-        gateway = await served(listen)
+        gateway = await attached(listen)
         yield engine, gateway
         await gateway.close()
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from protos import common_pb2
 from services.engine.__main__ import Engine
-from tests.engine.cluster import Gateway, WorkerProcess, running_engine
+from tests.engine.cluster import Gateway, WorkerProcess, attached, running_engine
 from tests.worker.tiny_llama import tiny_llama
 
 SCHEMA: dict[str, Any] = {
@@ -68,9 +68,7 @@ async def real_engine(real_worker: str, listen: str) -> AsyncIterator[Engine]:
 
 @pytest.fixture
 async def real(real_engine: Engine, listen: str) -> AsyncIterator[Gateway]:
-    gateway = Gateway(listen)
-    await gateway.wait_until_served()
-    await gateway.attach()
+    gateway = await attached(listen)
     yield gateway
     await gateway.close()
 

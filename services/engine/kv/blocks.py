@@ -117,10 +117,6 @@ class BlockPool:
             self._unlink(other)
             self._link(other, self._end)
 
-    def group_of(self, block: int) -> int:
-        """The KV group that a block with a name belongs to."""
-        return self._groups[block]
-
     def forget_free(self) -> int:
         """Free blocks cannot be found any more; how many could be."""
         free = [block for found in self._found for block in found.values() if self.refs[block] == 0]

@@ -15,7 +15,23 @@ from typing import Any
 
 from services.common.errors import InvalidArgument, Unimplemented
 from services.common.settings import nearest
-from services.gateway.kinds import Anything, Bias, Bool, Flags, Ids, Int, Json, Kind, Number, Object, OneOf, Text, Texts
+from services.gateway.asked import Asked
+from services.gateway.kinds import (
+    Anything,
+    Bias,
+    Bool,
+    Flags,
+    Ids,
+    Int,
+    Json,
+    Kind,
+    Labels,
+    Number,
+    Object,
+    OneOf,
+    Text,
+    Texts,
+)
 from services.gateway.limits import DEFAULT_LIMITS as LIMITS
 
 
@@ -27,73 +43,24 @@ class Api(enum.Flag):
     GRPC = enum.auto()
     TOKENIZE = enum.auto()
     DETOKENIZE = enum.auto()
+    RESPONSES = enum.auto()
+    EMBEDDINGS = enum.auto()
     OPENAI = CHAT | COMPLETIONS
     GENERATE = CHAT | COMPLETIONS | GRPC
     RENDER = CHAT | GRPC | TOKENIZE
-    ANY = GENERATE | TOKENIZE | DETOKENIZE
-
-
-@dataclass(slots=True)
-class Asked:
-    """What a client asked for, each value checked by itself; None where it said nothing."""
-
-    # what to continue
-    model: str | None = None
-    messages: object = None
-    prompt: object = None
-    tokens: tuple[int, ...] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: object = None
-    # how tokens are chosen
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: tuple[tuple[int, float], ...] | None = None
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] | None = None
-    seed: int | None = None
-    n: int | None = None
-    num_speculative_tokens: int | None = None
-    # when it ends
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: tuple[str, ...] | None = None
-    stop_token_ids: tuple[int, ...] | None = None
-    include_stop: bool | None = None
-    ignore_eos: bool | None = None
-    # how it is shown
-    stream: bool | None = None
-    stream_options: dict[str, bool] | None = None
-    skip_special_tokens: bool | None = None
-    show_logprobs: bool | None = None
-    top_logprobs: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    echo: bool | None = None
-    return_token_ids: bool | None = None
-    return_token_strs: bool | None = None
-    # how it is treated
-    priority: int | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
+    TALK = CHAT | GRPC | RESPONSES
+    ANY = GENERATE | TOKENIZE | DETOKENIZE | RESPONSES | EMBEDDINGS
 
 
 @dataclass(slots=True, frozen=True)
 class Field:
-    """A row: `to` names the attribute of Asked; None means that the field is taken and changes nothing."""
+    """A row: `to` names the attribute of Asked."""
 
     name: str
     kind: Kind
     apis: Api
     meaning: str
-    to: str | None
+    to: str
 
 
 def _same(name: str, kind: Kind, apis: Api, meaning: str) -> Field:
@@ -102,80 +69,146 @@ def _same(name: str, kind: Kind, apis: Api, meaning: str) -> Field:
 
 _TOP = Int(0, LIMITS.top_logprobs)
 _PENALTY = Number(-2.0, 2.0)
+_PROMPT = "text, token ids, or an array of either"
+_SAMPLED = Api.GENERATE | Api.RESPONSES
+_TREATED = _SAMPLED | Api.EMBEDDINGS
+_LABELLED = Api.OPENAI | Api.RESPONSES | Api.EMBEDDINGS
 
 FIELDS: tuple[Field, ...] = (
+    # What to continue.
     _same("model", Text(empty=False), Api.ANY, "Name of the model; unset means the only one there is."),
-    _same("messages", Anything(), Api.CHAT | Api.TOKENIZE, "The conversation, oldest turn first."),
-    _same("prompt", Anything(), Api.COMPLETIONS | Api.TOKENIZE, "Text, token ids, or an array of either."),
+    _same(
+        "messages", Anything("an array of messages"), Api.CHAT | Api.TOKENIZE, "The conversation, oldest turn first."
+    ),
+    _same("prompt", Anything(_PROMPT), Api.COMPLETIONS | Api.TOKENIZE, "Text, token ids, or an array of either."),
+    _same(
+        "input", Anything(_PROMPT), Api.RESPONSES | Api.EMBEDDINGS, "Text, or items of a conversation; texts or ids."
+    ),
+    _same("instructions", Text(), Api.RESPONSES, "A system message before the conversation."),
     _same("tokens", Ids(1 << 24), Api.DETOKENIZE, "Token ids."),
     _same(
         "add_special_tokens",
         Bool(),
-        Api.OPENAI | Api.TOKENIZE,
+        Api.GENERATE | Api.TOKENIZE,
         "Adds the model's special tokens to text; by default to prompts, not to conversations.",
     ),
     _same("add_generation_prompt", Bool(), Api.RENDER, "Opens an answer after the last message; true by default."),
     _same("continue_final_message", Bool(), Api.RENDER, "Goes on inside the last message."),
     _same("chat_template_kwargs", Object(), Api.RENDER, "Further variables of the chat template."),
-    _same("documents", Anything(), Api.CHAT, "Documents for the chat template: an array of objects."),
-    _same("temperature", Number(0.0, 100.0), Api.GENERATE, "Softmax temperature; 0 is greedy; 1 by default."),
-    _same("top_p", Number(0.0, 1.0, above_low=True), Api.GENERATE, "Smallest set of tokens with this probability."),
-    _same("top_k", Int(-1), Api.GENERATE, "This many likeliest tokens; 0 or -1 means all."),
-    _same("min_p", Number(0.0, 1.0), Api.GENERATE, "Drops tokens below this fraction of the likeliest one."),
+    _same(
+        "chat_template",
+        Text(empty=False),
+        Api.RENDER,
+        "A template instead of the model's own, if the server allows it.",
+    ),
+    _same("documents", Anything("an array of objects"), Api.RENDER, "Documents for the chat template."),
+    _same(
+        "truncate_prompt_tokens",
+        Int(-1),
+        Api.GENERATE | Api.EMBEDDINGS,
+        "Cuts a longer prompt to this many tokens; -1 means to what the context allows.",
+    ),
+    _same(
+        "truncation_side",
+        OneOf(("left", "right")),
+        Api.GENERATE | Api.EMBEDDINGS,
+        "Where a prompt is cut: left drops its beginning, as by default.",
+    ),
+    # How tokens are chosen.
+    _same("temperature", Number(0.0, 100.0), _SAMPLED, "Softmax temperature; 0 is greedy; 1 by default."),
+    _same("top_p", Number(0.0, 1.0, above_low=True), _SAMPLED, "Smallest set of tokens with this probability."),
+    _same("top_k", Int(-1), _SAMPLED, "This many likeliest tokens; 0 or -1 means all."),
+    _same("min_p", Number(0.0, 1.0), _SAMPLED, "Drops tokens below this fraction of the likeliest one."),
     _same(
         "repetition_penalty",
         Number(1e-6, 2.0),  # below, logits run out of float32
-        Api.GENERATE,
+        _SAMPLED,
         "Scales the logits of tokens that stand in prompt or output; 1 changes nothing.",
     ),
-    _same("frequency_penalty", _PENALTY, Api.GENERATE, "Subtracted per occurrence in the output."),
-    _same("presence_penalty", _PENALTY, Api.GENERATE, "Subtracted where a token stands in the output."),
-    _same("logit_bias", Bias(LIMITS.token_ids), Api.GENERATE, "Added to the logits of single tokens."),
-    _same("allowed_token_ids", Ids(LIMITS.token_ids), Api.GENERATE, "Only these ids; empty means all."),
-    _same("bad_words", Texts(LIMITS.bad_words, LIMITS.stop_bytes), Api.GENERATE, "Words that may not appear."),
-    _same("seed", Int(-(2**63), 2**64 - 1), Api.GENERATE, "Makes sampling repeatable; drawn when unset."),
+    _same("frequency_penalty", _PENALTY, _SAMPLED, "Subtracted per occurrence in the output."),
+    _same("presence_penalty", _PENALTY, _SAMPLED, "Subtracted where a token stands in the output."),
+    _same("logit_bias", Bias(LIMITS.token_ids), _SAMPLED, "Added to the logits of single tokens."),
+    _same("allowed_token_ids", Ids(LIMITS.token_ids), _SAMPLED, "Only these ids; empty means all."),
+    _same("bad_words", Texts(LIMITS.bad_words, LIMITS.stop_bytes), _SAMPLED, "Words that may not appear."),
+    _same("seed", Int(-(2**63), 2**64 - 1), _SAMPLED, "Makes sampling repeatable; drawn when unset."),
     _same("n", Int(1, 1 << 16), Api.GENERATE, "Choices; 1 by default."),
     _same(
         "num_speculative_tokens",
         Int(0, LIMITS.drafts),
-        Api.GENERATE,
+        _SAMPLED,
         "Most draft tokens per step; 0 turns drafts off; changes no token.",
     ),
+    # What the answer may be.
+    _same("tools", Anything("an array of tools"), Api.TALK | Api.TOKENIZE, "Functions that the model may call."),
+    _same(
+        "tool_choice",
+        Anything('"none", "auto", "required", or an object that names a function'),
+        Api.TALK,
+        "Whether it must call one, and which; auto where there are tools.",
+    ),
+    _same("parallel_tool_calls", Bool(), Api.TALK, "More than one call in an answer; true by default."),
+    _same(
+        "response_format", Anything("an object with a type"), Api.OPENAI, "Text, a JSON object, or JSON by a schema."
+    ),
+    _same(
+        "structured_outputs",
+        Anything("an object with one of json, json_object, regex, choice and grammar"),
+        Api.OPENAI,
+        "What the output must follow.",
+    ),
+    _same("constraint", Anything("a constraint"), Api.GRPC, "What the output must follow."),
+    _same("text", Anything("an object with a format"), Api.RESPONSES, "The format of the answer, as response_format."),
+    _same(
+        "reasoning_effort",
+        OneOf(("none", "minimal", "low", "medium", "high", "xhigh")),
+        Api.CHAT | Api.GRPC,
+        "How much the model thinks, for templates that know it; none turns thinking off.",
+    ),
+    _same("reasoning", Anything("an object with effort"), Api.RESPONSES, "How much the model thinks."),
+    # When it ends.
     _same("max_tokens", Int(1), Api.GENERATE, "Most tokens of a choice; by default what the context leaves, or 16."),
     Field("max_completion_tokens", Int(1), Api.CHAT, "The newer name of max_tokens.", "max_tokens"),
-    _same("min_tokens", Int(0), Api.GENERATE, "No end before this many tokens; wins over stop ids and stop strings."),
-    _same("stop", Texts(LIMITS.stops, LIMITS.stop_bytes, single=True), Api.GENERATE, "Strings that end the text."),
-    _same("stop_token_ids", Ids(LIMITS.token_ids), Api.GENERATE, "Ids that end the text."),
-    Field("include_stop_str_in_output", Bool(), Api.GENERATE, "Keeps the stop in the text.", "include_stop"),
-    _same("ignore_eos", Bool(), Api.GENERATE, "Goes on after the model's end-of-sequence id."),
-    _same("stream", Bool(), Api.GENERATE, "Answers in deltas."),
+    Field("max_output_tokens", Int(1), Api.RESPONSES, "Most tokens of the answer.", "max_tokens"),
+    _same("min_tokens", Int(0), _SAMPLED, "No end before this many tokens; wins over stop ids and stop strings."),
+    _same("stop", Texts(LIMITS.stops, LIMITS.stop_bytes, single=True), _SAMPLED, "Strings that end the text."),
+    _same("stop_token_ids", Ids(LIMITS.token_ids), _SAMPLED, "Ids that end the text."),
+    Field("include_stop_str_in_output", Bool(), _SAMPLED, "Keeps the stop in the text.", "include_stop"),
+    _same("ignore_eos", Bool(), _SAMPLED, "Goes on after the model's end-of-sequence id."),
+    # How it is shown.
+    _same("stream", Bool(), _SAMPLED, "Answers in deltas."),
     _same(
         "stream_options",
         Flags(("include_usage", "continuous_usage_stats")),
         Api.OPENAI,
         "Token counts at the end of a stream, or on each delta.",
     ),
-    _same("skip_special_tokens", Bool(), Api.GENERATE, "Leaves special tokens out of the text; true by default."),
+    _same("stream_interval", Int(1), Api.GENERATE, "Fewest tokens per delta; the first and the last come at once."),
+    _same("skip_special_tokens", Bool(), _SAMPLED, "Leaves special tokens out of the text; true by default."),
     Field("logprobs", Bool(), Api.CHAT, "Log probabilities of the tokens.", "show_logprobs"),
-    _same("top_logprobs", _TOP, Api.CHAT, "Likeliest tokens per position; needs logprobs."),
+    _same("top_logprobs", _TOP, Api.CHAT | Api.RESPONSES, "Likeliest tokens per position; needs logprobs."),
     _same("logprobs", _TOP, Api.COMPLETIONS | Api.GRPC, "Log probabilities, with this many likeliest tokens."),
     _same("prompt_logprobs", _TOP, Api.GENERATE, "The same for the prompt."),
-    _same("echo", Bool(), Api.COMPLETIONS | Api.GRPC, "The prompt's text before the output's."),
+    _same(
+        "echo", Bool(), Api.GENERATE, "The prompt's text before the output's; of a chat, the message that is continued."
+    ),
+    _same("include_reasoning", Bool(), Api.CHAT | Api.GRPC, "Shows reasoning beside the answer; true by default."),
+    _same("include", Texts(8, 1024), Api.RESPONSES, 'Parts to add: "message.output_text.logprobs".'),
     _same("return_token_ids", Bool(), Api.GENERATE, "Token ids beside the text."),
     _same("return_token_strs", Bool(), Api.TOKENIZE, "The vocabulary's spelling of each id."),
-    _same("priority", Int(-(2**31)), Api.GENERATE, "Lower is more urgent; 0 by default."),
-    _same("cache_salt", Text(longest=1024, empty=False), Api.GENERATE, "Only equal salts share cached prefixes."),
-    _same("request_id", Text(longest=256, empty=False), Api.GENERATE, "The client's own id, echoed and logged."),
-    # Taken because clients send them, and without effect on the answer.
-    Field("user", Text(), Api.OPENAI, "Who the client's user is; changes nothing.", None),
-    Field("safety_identifier", Text(), Api.CHAT, "Who the client's user is; changes nothing.", None),
-    Field("prompt_cache_key", Text(), Api.CHAT, "A hint for caches; every prefix is cached here anyway.", None),
-    Field("metadata", Object(), Api.CHAT, "Labels for stored answers; nothing is stored here.", None),
-    Field("store", OneOf((False,)), Api.CHAT, "Nothing is stored here.", None),
-    Field("service_tier", OneOf(("auto", "default")), Api.CHAT, "There is one tier.", None),
-    Field("parallel_tool_calls", Bool(), Api.OPENAI, "Without tools there are no calls.", None),
-    Field("modalities", OneOf((["text"],)), Api.CHAT, "Answers are text.", None),
-    Field("spaces_between_special_tokens", OneOf((True,)), Api.OPENAI, "Text is joined as the tokenizer does.", None),
+    _same("return_tokens_as_token_ids", Bool(), Api.OPENAI, 'Spells tokens in logprobs as "token_id:17".'),
+    _same("pooling", OneOf(("mean", "last")), Api.EMBEDDINGS, "Mean over all tokens, as by default, or the last one."),
+    _same("dimensions", Int(1), Api.EMBEDDINGS, "Length of the vectors, cut from the front and normalised again."),
+    _same(
+        "encoding_format", OneOf(("float", "base64")), Api.EMBEDDINGS, "Numbers, or base64 of little-endian float32."
+    ),
+    # How it is treated.
+    _same("priority", Int(-(2**31)), _TREATED, "Lower is more urgent; 0 by default."),
+    _same("cache_salt", Text(longest=1024, empty=False), _TREATED, "Only equal salts share cached prefixes."),
+    _same("request_id", Text(longest=256, empty=False), _TREATED, "The client's own id, echoed and logged."),
+    _same("user", Text(longest=1024), _LABELLED, "Who the client's user is; logged with the request."),
+    _same("safety_identifier", Text(longest=1024), Api.CHAT | Api.RESPONSES, "The same by its newer name; logged."),
+    _same("prompt_cache_key", Text(longest=1024), Api.CHAT | Api.RESPONSES, "A label of similar prompts; logged."),
+    _same("metadata", Labels(16, 64, 512), Api.CHAT | Api.RESPONSES, "Labels; logged, and shown by /v1/responses."),
 )
 
 
@@ -188,45 +221,46 @@ class Refused:
     neutral: tuple[Json, ...] = ()
 
 
+_PLAIN = Api.OPENAI | Api.RESPONSES
+
 REFUSED: tuple[Refused, ...] = (
-    Refused("tools", Api.CHAT | Api.GRPC | Api.TOKENIZE, ([],)),
-    Refused("tool_choice", Api.CHAT | Api.GRPC, ("none", "auto")),
     Refused("functions", Api.CHAT, ([],)),
     Refused("function_call", Api.CHAT, ("none", "auto")),
-    Refused("response_format", Api.OPENAI, ({"type": "text"},)),
-    Refused("structured_outputs", Api.OPENAI),
-    Refused("constraint", Api.GRPC),
     Refused("guided_json", Api.OPENAI),
     Refused("guided_regex", Api.OPENAI),
     Refused("guided_choice", Api.OPENAI),
     Refused("guided_grammar", Api.OPENAI),
-    Refused("reasoning_effort", Api.CHAT, ("none",)),
-    Refused("include_reasoning", Api.CHAT),
     Refused("thinking_token_budget", Api.CHAT),
     Refused("verbosity", Api.CHAT, ("medium",)),
     Refused("audio", Api.CHAT),
+    Refused("modalities", Api.CHAT, (["text"],)),
     Refused("prediction", Api.CHAT),
     Refused("web_search_options", Api.CHAT),
-    Refused("prompt_cache_retention", Api.CHAT),
+    Refused("prompt_cache_retention", Api.CHAT | Api.RESPONSES),
+    Refused("store", Api.CHAT | Api.RESPONSES, (False,)),
+    Refused("service_tier", Api.CHAT | Api.RESPONSES, ("auto", "default")),
+    Refused("tools", Api.COMPLETIONS, ([],)),
     Refused("suffix", Api.COMPLETIONS, ("",)),
     Refused("best_of", Api.COMPLETIONS, (1,)),
     Refused("use_beam_search", Api.OPENAI, (False,)),
     Refused("length_penalty", Api.OPENAI, (1, 1.0)),
+    Refused("spaces_between_special_tokens", Api.OPENAI, (True,)),
     Refused("prompt_embeds", Api.COMPLETIONS),
-    Refused("chat_template", Api.CHAT | Api.TOKENIZE),
-    Refused("echo", Api.CHAT, (False,)),
-    Refused("truncate_prompt_tokens", Api.OPENAI),
-    Refused("truncation_side", Api.OPENAI),
     Refused("media_io_kwargs", Api.CHAT),
     Refused("mm_processor_kwargs", Api.OPENAI),
-    Refused("return_tokens_as_token_ids", Api.OPENAI, (False,)),
     Refused("return_token_offsets", Api.OPENAI, (False,)),
     Refused("kv_transfer_params", Api.OPENAI),
     Refused("vllm_xargs", Api.OPENAI),
     Refused("repetition_detection", Api.OPENAI),
-    Refused("stream_interval", Api.OPENAI, (1,)),
     Refused("logprob_token_ids", Api.OPENAI),
     Refused("session_id", Api.OPENAI),
+    Refused("previous_response_id", Api.RESPONSES),
+    Refused("conversation", Api.RESPONSES),
+    Refused("prompt", Api.RESPONSES),
+    Refused("background", Api.RESPONSES, (False,)),
+    Refused("truncation", Api.RESPONSES, ("disabled",)),
+    Refused("max_tool_calls", Api.RESPONSES),
+    Refused("stream_options", Api.RESPONSES),
 )
 
 
@@ -236,14 +270,48 @@ def _rows(api: Api) -> dict[str, Field | Refused]:
 
 
 _ROWS: Mapping[Api, Mapping[str, Field | Refused]] = {
-    api: _rows(api) for api in (Api.CHAT, Api.COMPLETIONS, Api.GRPC, Api.TOKENIZE, Api.DETOKENIZE)
+    api: _rows(api)
+    for api in (
+        Api.CHAT,
+        Api.COMPLETIONS,
+        Api.GRPC,
+        Api.TOKENIZE,
+        Api.DETOKENIZE,
+        Api.RESPONSES,
+        Api.EMBEDDINGS,
+    )
 }
 
 
 _GRPC_NAMES: Mapping[str, str] = {
-    **{name: f"options.{name}" for name in ("stream", "return_token_ids", "priority", "cache_salt", "request_id")},
-    **{name: name for name in ("echo", "add_generation_prompt", "continue_final_message", "tool_choice")},
-    **{name: f"{name}_json" for name in ("chat_template_kwargs", "tools")},
+    **{
+        name: f"options.{name}"
+        for name in (
+            "stream",
+            "stream_interval",
+            "return_token_ids",
+            "priority",
+            "cache_salt",
+            "request_id",
+            "add_special_tokens",
+            "truncate_prompt_tokens",
+            "truncation_side",
+        )
+    },
+    **{
+        name: name
+        for name in (
+            "echo",
+            "add_generation_prompt",
+            "continue_final_message",
+            "tool_choice",
+            "parallel_tool_calls",
+            "chat_template",
+            "reasoning_effort",
+            "include_reasoning",
+        )
+    },
+    **{name: f"{name}_json" for name in ("chat_template_kwargs", "tools", "documents")},
 }
 """How the gRPC messages spell fields that are not sampling options."""
 
@@ -269,8 +337,6 @@ def read_fields(values: Mapping[str, object], api: Api, *, prefix: str = "") -> 
             _refuse(row, value, field, api)
             continue
         read = row.kind.read(value, field)
-        if row.to is None:
-            continue
         if asked.setdefault(row.to, read) != read:
             raise InvalidArgument(f"{field}: contradicts another field that means the same", field=field)
     return Asked(**asked)

@@ -18,6 +18,7 @@ from services.gateway.request import (
     FinishReason,
     GenerateSpec,
     Position,
+    PromptLogprobs,
     RequestStarted,
     Usage,
 )
@@ -119,7 +120,7 @@ class Generation:
                     touched[event.choice] = None
             elif isinstance(event, RequestStarted):
                 self.usage.cached_tokens = event.cached_tokens
-            else:
+            elif isinstance(event, PromptLogprobs):
                 missing = len(self.prompt_logprobs) - event.first_position
                 self.prompt_logprobs.extend(event.positions[max(missing, 0) :])
         return tuple(touched)

@@ -245,6 +245,33 @@ class Object:
 
 
 @dataclass(slots=True, frozen=True)
+class Labels:
+    """An object of short strings."""
+
+    most: int
+    longest_key: int
+    longest_value: int
+
+    @property
+    def wanted(self) -> str:
+        """For an error message."""
+        return (
+            f"an object of at most {self.most} strings of at most {self.longest_value} characters, "
+            f"with keys of at most {self.longest_key}"
+        )
+
+    def read(self, value: object, field: str) -> dict[str, str]:
+        """The labels."""
+        if not isinstance(value, dict) or len(value) > self.most:
+            raise wrong(field, self.wanted, value)
+        for key, label in value.items():
+            if len(key) > self.longest_key or not isinstance(label, str) or len(label) > self.longest_value:
+                raise wrong(field, self.wanted, label, item=key)
+            check_text(key + label, field)
+        return value
+
+
+@dataclass(slots=True, frozen=True)
 class Flags:
     """An object with some of these keys, each true or false."""
 

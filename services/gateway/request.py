@@ -6,8 +6,10 @@ GenerateSpec ── router ──▶ engine ──▶ ChoiceTokens ── pipeli
 from __future__ import annotations
 
 import enum
+from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class FinishReason(enum.IntEnum):
@@ -21,6 +23,21 @@ class FinishReason(enum.IntEnum):
     ABORT = 5
     ERROR = 6
     TOOL_CALLS = 7
+
+
+ConstraintKind = Literal["json_schema", "regex", "lark", "json_object"]
+
+
+@dataclass(slots=True, frozen=True)
+class Constraint:
+    """What the output must follow: the contract's Constraint. `text` is the schema, expression or grammar.
+
+    It holds from the first token on, or once the ids `starts_after` have been seen in this order.
+    """
+
+    kind: ConstraintKind
+    text: str
+    starts_after: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, frozen=True)
@@ -46,15 +63,52 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     num_speculative_tokens: int | None = None  # None leaves it to the engine
+    constraint: Constraint | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class ReasoningOptions:
+    """Reasoning before an answer: the text between two tags, at the beginning of the output.
+
+    open      what begins it, where the prompt has not begun it already
+    close     what ends it; the first one counts
+    inside    whether the prompt ends inside reasoning, so that the output has no opening tag
+    shown     whether the client gets it; hidden reasoning is dropped, its tokens are counted
+    """
+
+    open: str
+    close: str
+    inside: bool
+    shown: bool = True
+
+
+@dataclass(slots=True, frozen=True)
+class ToolOptions:
+    """Calls of tools in an answer.
+
+    format    name of the way in which the model writes them
+    names     the tools that the client offered
+    parallel  whether more than one call may be made; otherwise the answer ends after the first
+    """
+
+    format: str
+    names: tuple[str, ...]
+    parallel: bool = True
 
 
 @dataclass(slots=True, frozen=True)
 class TextOptions:
-    """How ids become text: the part of a request that the engine never sees."""
+    """How ids become text, and text an answer: the part of a request that the engine never sees.
+
+    `kept_ids` are special ids that the parsers below must see although special tokens are left out.
+    """
 
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
+    kept_ids: tuple[int, ...] = ()
+    reasoning: ReasoningOptions | None = None
+    tools: ToolOptions | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -67,6 +121,8 @@ class ResponseOptions:
     top_logprobs: int | None = None
     echo: bool = False
     return_token_ids: bool = False
+    tokens_as_ids: bool = False  # tokens in logprobs are spelled "token_id:17"
+    stream_interval: int = 1  # tokens per delta at least; the first and the last come at once
 
     @property
     def needs_tokens(self) -> bool:
@@ -87,6 +143,8 @@ class GenerateSpec:
     cache_salt: str | None = None
     deadline_ms: int | None = None
     traceparent: str | None = None
+    pooling: Literal["mean", "last"] | None = None  # a vector is wanted instead of tokens
+    labels: Mapping[str, str] = field(default_factory=dict)  # the client's own words, for the log
 
 
 class TokenLogprob(NamedTuple):
@@ -127,7 +185,14 @@ class PromptLogprobs:
     positions: tuple[Position, ...]
 
 
-EngineEvent = ChoiceTokens | RequestStarted | PromptLogprobs
+@dataclass(slots=True, frozen=True)
+class PooledVector:
+    """The vector of a request that asked for one; it is the request's only and last event."""
+
+    values: array[float]
+
+
+EngineEvent = ChoiceTokens | RequestStarted | PromptLogprobs | PooledVector
 """What a running request yields; a failure is raised as a TriptychError."""
 
 
@@ -140,11 +205,22 @@ class Finish:
     stop_token_id: int | None = None
 
 
+@dataclass(slots=True, frozen=True)
+class ToolCallDelta:
+    """A piece of a call: `id` and `name` on its first piece only, then more and more of `arguments` (JSON text)."""
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+
 @dataclass(slots=True)  # as ChoiceTokens
 class Delta:
     """New text of one choice with the tokens behind it: text, ids and logprobs are cut at one token.
 
-    `texts` has the text that each token completed; what `text` has before them is the echoed prompt.
+    `text` is the answer's, `reasoning` what came before it, `tool_calls` pieces of calls, at most one
+    per call. `texts` has the text that each token completed; what `text` has before them is the echoed prompt.
     Tokens whose text was cut off or left out (a stop string, an EOS id) have "" there.
     """
 
@@ -155,6 +231,8 @@ class Delta:
     logprobs: tuple[Position, ...] = ()
     finish: Finish | None = None
     texts: tuple[str, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(slots=True)

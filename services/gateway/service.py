@@ -15,7 +15,7 @@ from services.common import tracing
 from services.common.errors import InvalidArgument, Unimplemented
 from services.common.server import Server
 from services.gateway import wire
-from services.gateway.fields import Asked
+from services.gateway.asked import Asked
 from services.gateway.front import Front, Running
 from services.gateway.messages import Message, ToolCall, make_message, refuse_part
 from services.gateway.request import Delta

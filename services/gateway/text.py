@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.common.errors import InvalidArgument
+from services.gateway.asked import Asked
 from services.gateway.chat import ChatTemplate, Conversation
-from services.gateway.fields import Api, Asked, read_fields
+from services.gateway.fields import Api, read_fields
 from services.gateway.kinds import wrong
 from services.gateway.messages import Message, read_messages
 from services.gateway.request import GenerateSpec, ResponseOptions

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.common.errors import InvalidArgument
-from services.gateway.fields import Api, Asked
+from services.gateway.asked import Asked
+from services.gateway.fields import Api
 from services.gateway.kinds import wrong
 from services.gateway.limits import DEFAULT_LIMITS, check_text
 from services.gateway.request import ResponseOptions, SamplingParams, TextOptions

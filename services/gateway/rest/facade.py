@@ -15,7 +15,7 @@ from google.api import httpbody_pb2
 from google.protobuf import any_pb2
 from grpc_status import rpc_status
 
-from protos import openai_rest_pb2_grpc
+from protos import openai_rest_pb2, openai_rest_pb2_grpc
 from services.common.errors import TriptychError, to_rpc_status
 from services.common.server import Server
 from services.gateway.rest.reply import JSON, Api, error_body, error_headers
@@ -37,32 +37,42 @@ class OpenAiRest(openai_rest_pb2_grpc.OpenAiRestServiceServicer):  # type: ignor
 
     def ChatCompletions(self, request: httpbody_pb2.HttpBody, context: Context) -> AsyncIterator[Any]:
         """POST /v1/chat/completions."""
-        return self._answer("chat_completions", request, context)
+        return self._answer("chat_completions", request.data, context)
 
     def Completions(self, request: httpbody_pb2.HttpBody, context: Context) -> AsyncIterator[Any]:
         """POST /v1/completions."""
-        return self._answer("completions", request, context)
+        return self._answer("completions", request.data, context)
+
+    def Responses(self, request: httpbody_pb2.HttpBody, context: Context) -> AsyncIterator[Any]:
+        """POST /v1/responses."""
+        return self._answer("responses", request.data, context)
+
+    def Embeddings(self, request: httpbody_pb2.HttpBody, context: Context) -> AsyncIterator[Any]:
+        """POST /v1/embeddings."""
+        return self._answer("embeddings", request.data, context)
 
     def Models(self, request: httpbody_pb2.HttpBody, context: Context) -> AsyncIterator[Any]:
         """GET /v1/models."""
-        return self._answer("models", request, context)
+        return self._answer("models", request.data, context)
+
+    def Model(self, request: openai_rest_pb2.ModelRequest, context: Context) -> AsyncIterator[Any]:
+        """GET /v1/models/{model}."""
+        return self._answer("model", request.model.encode(), context)
 
     def Tokenize(self, request: httpbody_pb2.HttpBody, context: Context) -> AsyncIterator[Any]:
         """POST /tokenize."""
-        return self._answer("tokenize", request, context)
+        return self._answer("tokenize", request.data, context)
 
     def Detokenize(self, request: httpbody_pb2.HttpBody, context: Context) -> AsyncIterator[Any]:
         """POST /detokenize."""
-        return self._answer("detokenize", request, context)
+        return self._answer("detokenize", request.data, context)
 
-    async def _answer(
-        self, operation: str, request: httpbody_pb2.HttpBody, context: Context
-    ) -> AsyncIterator[httpbody_pb2.HttpBody]:
+    async def _answer(self, operation: str, body: bytes, context: Context) -> AsyncIterator[httpbody_pb2.HttpBody]:
         headers = {str(name): str(value) for name, value in context.invocation_metadata() or ()}
         headers[REQUEST_ID] = request_id_of(headers)
         named = ((REQUEST_ID, headers[REQUEST_ID]),)
         try:
-            reply = await self._api.call(operation, request.data, headers)
+            reply = await self._api.call(operation, body, headers)
         except TriptychError as error:
             await _refuse(context, error, named)
             return

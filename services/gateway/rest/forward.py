@@ -7,19 +7,24 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Final
 
 import grpc.aio
-import orjson
 from google.api import httpbody_pb2
 from grpc_health.v1 import health_pb2
 
-from protos import openai_rest_pb2_grpc
+from protos import openai_rest_pb2, openai_rest_pb2_grpc
 from services.common.channel import connect
-from services.common.errors import NotFound, TriptychError
+from services.common.errors import TriptychError
 from services.common.server import error_of
-from services.gateway.rest.reply import Reply, error_body, event
+from services.gateway.rest.reply import JSON, Reply, error_body, event
 from services.gateway.trace import REQUEST_ID, TRACEPARENT
 
 _CARRIED: Final = (REQUEST_ID, TRACEPARENT)
 Call = grpc.aio.UnaryStreamCall[httpbody_pb2.HttpBody, httpbody_pb2.HttpBody]
+
+
+def _request(operation: str, body: bytes) -> httpbody_pb2.HttpBody | openai_rest_pb2.ModelRequest:
+    if operation == "model":
+        return openai_rest_pb2.ModelRequest(model=body.decode())
+    return httpbody_pb2.HttpBody(content_type=JSON, data=body)
 
 
 async def _next(call: Call) -> httpbody_pb2.HttpBody | None:
@@ -65,18 +70,18 @@ class Forward:
         self._methods = {
             "chat_completions": stub.ChatCompletions,
             "completions": stub.Completions,
+            "responses": stub.Responses,
+            "embeddings": stub.Embeddings,
             "models": stub.Models,
+            "model": stub.Model,
             "tokenize": stub.Tokenize,
             "detokenize": stub.Detokenize,
         }
 
     async def call(self, operation: str, body: bytes, headers: Mapping[str, str]) -> Reply:
         """Answers one request. Raises the error that the gateway's status carries."""
-        if operation == "model":
-            return await self._model(body.decode(), headers)
         metadata = tuple((name, headers[name]) for name in _CARRIED if name in headers)
-        request = httpbody_pb2.HttpBody(content_type="application/json", data=body)
-        call: Call = self._methods[operation](request, metadata=metadata)
+        call: Call = self._methods[operation](_request(operation, body), metadata=metadata)
         try:
             first = await _next(call)
             if first is None:
@@ -87,14 +92,6 @@ class Forward:
         except asyncio.CancelledError:
             call.cancel()
             raise
-
-    async def _model(self, name: str, headers: Mapping[str, str]) -> Reply:
-        reply = await self.call("models", b"", headers)
-        assert isinstance(reply.body, bytes)
-        for card in orjson.loads(reply.body)["data"]:
-            if card["id"] == name:
-                return Reply(orjson.dumps(card))
-        raise NotFound(f"model {name!r} does not exist", field="model", reason="MODEL_NOT_FOUND")
 
     async def obstacle(self) -> str | None:
         """What keeps the gateway from serving, or None."""

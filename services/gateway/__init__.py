@@ -15,6 +15,7 @@ stops       stop strings
 detokenize  ids to text, one at a time
 chat        conversations to a prompt, by the model's template
 messages    the turns of a conversation
+tools       tools that a client offers, and which one must be called
 tokenize    text to ids, in threads
 text_files  the model's files, read
 validate    checks that need the model or another field

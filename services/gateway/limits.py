@@ -18,6 +18,7 @@ class TextLimits:
     bad_words: int = 256
     prompts: int = 128
     messages: int = 8192
+    tools: int = 128  # OpenAI's own bound
     top_logprobs: int = 20  # what the sampler reports at most
     render_chars: int = 16_000_000
     render_steps: int = 1_000_000  # turns of loops and calls of macros in one template

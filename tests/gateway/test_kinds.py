@@ -8,7 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidArgument
-from services.gateway.kinds import Bias, Bool, Flags, Ids, Int, Kind, Number, Object, OneOf, Text, Texts
+from services.gateway.kinds import (
+    Anything,
+    Bias,
+    Bool,
+    Flags,
+    Ids,
+    Int,
+    Kind,
+    Labels,
+    Number,
+    Object,
+    OneOf,
+    Text,
+    Texts,
+)
 
 NESTED: list[object] = []
 for _ in range(1000):  # what the JSON reader lets through
@@ -30,6 +44,8 @@ KINDS: list[Kind] = [
     Object(),
     Flags(("a", "b")),
     OneOf((False, ["text"])),
+    Labels(2, 3, 4),
+    Anything(),
 ]
 
 
@@ -64,6 +80,7 @@ def test_any_json_value_is_read_or_refused_by_name(kind: Kind, value: object) ->
         (Bias(4), [(5, 1.0)], ((5, 1.0),)),
         (Flags(("a", "b")), {"a": True, "b": None}, {"a": True}),
         (OneOf((["text"],)), ["text"], ["text"]),
+        (Labels(2, 3, 4), {"abc": "defg", "": ""}, {"abc": "defg", "": ""}),
     ],
 )
 def test_right_values(kind: Kind, value: object, read: object) -> None:
@@ -108,6 +125,12 @@ def test_right_values(kind: Kind, value: object, read: object) -> None:
         (Flags(("a",)), {"c": True}),
         (Flags(("a",)), {"a": 1}),
         (OneOf((False,)), 0),
+        (Labels(2, 3, 4), [["a", "b"]]),
+        (Labels(2, 3, 4), {"a": "", "b": "", "c": ""}),
+        (Labels(2, 3, 4), {"abcd": "x"}),
+        (Labels(2, 3, 4), {"a": "12345"}),
+        (Labels(2, 3, 4), {"a": 1}),
+        (Labels(2, 3, 4), {"a": "\ud800"}),
     ],
 )
 def test_wrong_values(kind: Kind, value: object) -> None:

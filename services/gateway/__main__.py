@@ -7,6 +7,8 @@ import socket
 import sys
 from collections.abc import Sequence
 
+import uvloop
+
 from services.common import logs
 from services.common.logs import Log
 from services.common.server import Server, wait_for_signal
@@ -146,4 +148,4 @@ async def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main(sys.argv[1:])))
+    sys.exit(uvloop.run(main(sys.argv[1:])))

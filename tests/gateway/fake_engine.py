@@ -110,7 +110,7 @@ class FakeEngine:
         """Listens, on the same port as before after a stop."""
         self.server = Server([f"127.0.0.1:{self.port}"])
         self.port = self.server.ports[0]
-        engine_pb2_grpc.add_EngineServiceServicer_to_server(_Servicer(self), self.server.grpc)
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(Servicer(self), self.server.grpc)
         await self.server.start("triptych.v1.EngineService")
         await self.server.set_ready(True)
         self._steps = asyncio.create_task(self._run())
@@ -235,7 +235,7 @@ def _logprobs(positions: list[tuple[int, ...]]) -> common_pb2.Logprobs:
     )
 
 
-class _Servicer(engine_pb2_grpc.EngineServiceServicer):
+class Servicer(engine_pb2_grpc.EngineServiceServicer):
     def __init__(self, fake: FakeEngine) -> None:
         self.fake = fake
 

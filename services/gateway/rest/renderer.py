@@ -16,7 +16,9 @@ from services.gateway.front import Front, Running
 from services.gateway.messages import read_messages
 from services.gateway.models import Model
 from services.gateway.request import Delta, Usage
-from services.gateway.rest.documents import Chat, Completion, Head, Prompt, Shown
+from services.gateway.rest.chat_documents import Chat
+from services.gateway.rest.completion_documents import Completion
+from services.gateway.rest.documents import Head, Prompt, Shown
 from services.gateway.rest.merge import merge
 from services.gateway.rest.reply import DONE, SSE, Reply, error_body, event
 from services.gateway.text import Envelope, Job
@@ -149,8 +151,7 @@ class Renderer:
         )
 
     def _start(self, model: Model, job: Job, arrived: float) -> Running:
-        response = job.response
-        needs_tokens = response.return_token_ids or response.top_logprobs is not None
+        needs_tokens = job.response.needs_tokens
         return self._front.start(model, job.spec, arrived=arrived, needs_tokens=needs_tokens, echo=job.echo)
 
     def _start_all(self, model: Model, jobs: Sequence[Job], arrived: float) -> list[Running]:
@@ -235,7 +236,9 @@ async def _gather(runs: Sequence[Running]) -> list[list[Delta]]:
 
 
 def _shown(model: Model, job: Job, counts: Callable[[], Usage]) -> Shown:
-    return Shown(job.response, model.text.vocabulary, job.spec.text.skip_special_tokens, counts)
+    text = job.spec.text
+    parsed = text.reasoning is not None or text.tools is not None
+    return Shown(job.response, model.text.vocabulary, text.skip_special_tokens, counts, parsed)
 
 
 def _sum(runs: Sequence[Running]) -> Usage:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from services.gateway.detokenize import new_detokenizer
-from services.gateway.request import Delta, Finish, FinishReason, Position, TokenLogprob, Usage
+from services.gateway.request import Delta, Finish, FinishReason, Position, ResponseOptions, TokenLogprob, Usage
 from services.gateway.vocabulary import Vocabulary
 from services.gateway.wire import finite
 
@@ -53,19 +53,34 @@ def token_text(vocabulary: Vocabulary, token_id: int) -> str:
         return "".join(f"\\x{byte:02x}" for byte in data)
 
 
-class ChatLogprobs:
-    """The `logprobs` of chat choices. `skip_special`: special tokens have no text, so no bytes."""
+def _as_id(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
-    def __init__(self, vocabulary: Vocabulary, top: int, skip_special: bool) -> None:
+
+class ChatLogprobs:
+    """The `logprobs` of chat choices. `skip_special`: special tokens have no text, so no bytes.
+
+    `as_ids` spells tokens "token_id:17", which tells those apart that look the same.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, top: int, skip_special: bool, as_ids: bool = False) -> None:
         self._vocabulary = vocabulary
         self._top = top
         self._silent = vocabulary.special_ids if skip_special else frozenset()
+        self._as_ids = as_ids
+
+    @classmethod
+    def for_options(cls, options: ResponseOptions, vocabulary: Vocabulary, skip_special: bool) -> ChatLogprobs | None:
+        """What a client asked for; None if it did not."""
+        top = options.top_logprobs
+        return None if top is None else cls(vocabulary, top, skip_special, options.tokens_as_ids)
 
     def of(self, positions: Sequence[Position]) -> Json:
         """One entry per token."""
-        return {"content": [self._entry(position) for position in positions if position]}
+        return {"content": [self.entry(position) for position in positions if position], "refusal": None}
 
-    def _entry(self, position: Position) -> Json:
+    def entry(self, position: Position) -> Json:
+        """One token with the likeliest ones at its place."""
         top = position[1 : 1 + self._top]
         return {**self._token(position[0]), "top_logprobs": [self._token(candidate) for candidate in top]}
 
@@ -73,7 +88,7 @@ class ChatLogprobs:
         token_id = candidate.token_id
         data = None if token_id in self._silent else list(self._vocabulary.token_bytes(token_id))
         return {
-            "token": token_text(self._vocabulary, token_id),
+            "token": _as_id(token_id) if self._as_ids else token_text(self._vocabulary, token_id),
             "logprob": finite(candidate.logprob),
             "bytes": data,
         }
@@ -82,10 +97,17 @@ class ChatLogprobs:
 class CompletionLogprobs:
     """The `logprobs` of one completion choice over its deltas; offsets count all text, the echo too."""
 
-    def __init__(self, vocabulary: Vocabulary, top: int) -> None:
+    def __init__(self, vocabulary: Vocabulary, top: int, as_ids: bool = False) -> None:
         self._vocabulary = vocabulary
         self._top = top
+        self._as_ids = as_ids
         self._offset = 0
+
+    @classmethod
+    def for_options(cls, options: ResponseOptions, vocabulary: Vocabulary) -> CompletionLogprobs | None:
+        """What a client asked for; None if it did not."""
+        top = options.top_logprobs
+        return None if top is None else cls(vocabulary, top, options.tokens_as_ids)
 
     def of(self, delta: Delta, echoed: Sequence[int] = (), echoed_positions: Sequence[Position] = ()) -> Json:
         """The entries of a delta; of the prompt's tokens before it where it echoes them."""
@@ -120,6 +142,8 @@ class CompletionLogprobs:
         entries.top.append({self._name(item.token_id): finite(item.logprob) for item in candidates})
 
     def _name(self, token_id: int) -> str:
+        if self._as_ids:
+            return _as_id(token_id)
         text = token_text(self._vocabulary, token_id)
         return f"bytes:{text}" if text.startswith("\\x") else text
 

@@ -1,0 +1,218 @@
+"""Stream chunks and whole answers from deltas made by hand: what a client puts together is the whole answer."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.lib.streaming._deltas import accumulate_delta
+
+from services.gateway.request import (
+    Delta,
+    Finish,
+    FinishReason,
+    Position,
+    ResponseOptions,
+    TokenLogprob,
+    ToolCallDelta,
+    Usage,
+)
+from services.gateway.rest.chat_documents import Chat
+from services.gateway.rest.completion_documents import Completion
+from services.gateway.rest.documents import Head, Prompt, Shown
+from tests.gateway import toys
+
+HEAD = Head("chatcmpl-1", 1_700_000_000, "toy")
+NOTHING = Prompt((), ())
+STOP = Finish(FinishReason.EOS)
+CALLS = Finish(FinishReason.TOOL_CALLS)
+
+
+def shown(*, parsed: bool = True, usage: Usage | None = None, **options: Any) -> Shown:
+    counts = usage or Usage(3)
+    return Shown(ResponseOptions(**options), toys.vocabulary("byte_level"), True, lambda: counts, parsed)
+
+
+def chunks_of(data: bytes) -> list[dict[str, Any]]:
+    events = data.decode().split("\n\n")
+    assert events.pop() == ""
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def streamed(chat: Chat, deltas: Sequence[Delta], prompt: Prompt = NOTHING) -> list[dict[str, Any]]:
+    return chunks_of(chat.first(prompt) + b"".join(chat.chunk(delta) for delta in deltas) + chat.last())
+
+
+def message_of(chunks: Sequence[dict[str, Any]], index: int = 0) -> dict[str, Any]:
+    """What the official client makes of the deltas of a choice, without the numbers of its calls."""
+    message: dict[object, object] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            if choice["index"] == index:
+                message = accumulate_delta(message, json.loads(json.dumps(choice["delta"])))
+    got: dict[str, Any] = json.loads(json.dumps(message))
+    for number, call in enumerate(got.get("tool_calls", [])):
+        assert call.pop("index") == number
+    return got
+
+
+def piece(index: int, arguments: str, name: str | None = None) -> ToolCallDelta:
+    return ToolCallDelta(index, arguments, f"call_{index:024x}" if name else None, name)
+
+
+def test_reasoning_text_and_calls_come_as_the_official_client_expects_them() -> None:
+    deltas = [
+        Delta(0, 0, "", (1,), reasoning="hm"),
+        Delta(0, 1, "Let me see.", (2,)),
+        Delta(0, 2, "", (3,), tool_calls=(piece(0, "", "look"),)),
+        Delta(0, 3, "", (4,), tool_calls=(piece(0, '{"a"'),)),
+        Delta(0, 4, "", (5,), tool_calls=(piece(0, ": 1}"), piece(1, "{}", "wait"))),
+        Delta(0, 5, "", (6,), finish=CALLS),
+    ]
+    chunks = streamed(Chat(HEAD, shown(include_usage=True), 1), deltas)
+    assert [chunk["choices"][0]["delta"] for chunk in chunks[:-1]] == [
+        {"role": "assistant", "content": None},
+        {"reasoning_content": "hm"},
+        {"content": "Let me see."},
+        {
+            "tool_calls": [
+                {
+                    "index": 0,
+                    "id": f"call_{0:024x}",
+                    "type": "function",
+                    "function": {"name": "look", "arguments": ""},
+                }
+            ]
+        },
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"a"'}}]},
+        {
+            "tool_calls": [
+                {"index": 0, "function": {"arguments": ": 1}"}},
+                {
+                    "index": 1,
+                    "id": f"call_{1:024x}",
+                    "type": "function",
+                    "function": {"name": "wait", "arguments": "{}"},
+                },
+            ]
+        },
+        {},
+    ]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [None] * 6 + ["tool_calls"]
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["prompt_tokens"] == 3
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+
+
+def test_a_message_of_calls_alone_has_no_content() -> None:
+    delta = Delta(0, 0, "", (1,), finish=CALLS, tool_calls=(piece(0, "{}", "look"),))
+    whole = json.loads(Chat(HEAD, shown(), 1).whole([delta], NOTHING))
+    assert whole["choices"][0]["message"]["content"] is None
+    assert whole["choices"][0]["finish_reason"] == "tool_calls"
+    assert "reasoning_content" not in whole["choices"][0]["message"]
+    plain = json.loads(Chat(HEAD, shown(parsed=False), 1).whole([Delta(0, 0, "", (1,), finish=STOP)], NOTHING))
+    assert plain["choices"][0]["message"] == {"role": "assistant", "content": "", "refusal": None}
+
+
+def split(text: str, cuts: Sequence[int]) -> list[str]:
+    bounds = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    return [text[start:end] for start, end in itertools.pairwise(bounds)]
+
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
+CUTS = st.lists(st.integers(0, 20), max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(reasoning=TEXT, text=TEXT, calls=st.lists(TEXT, max_size=3), cuts=CUTS, merged=st.booleans(), data=st.data())
+def test_however_an_answer_is_cut_a_client_puts_the_same_message_together(
+    reasoning: str, text: str, calls: list[str], cuts: list[int], merged: bool, data: st.DataObject
+) -> None:
+    pieces = [Delta(0, 0, "", (), reasoning=part) for part in split(reasoning, cuts)]
+    pieces += [Delta(0, 0, part, ()) for part in split(text, cuts)]
+    for index, arguments in enumerate(calls):
+        first, *rest = ["", *split(arguments, cuts)]
+        pieces.append(Delta(0, 0, "", (), tool_calls=(piece(index, first, "f"),)))
+        pieces += [Delta(0, 0, "", (), tool_calls=(piece(index, part),)) for part in rest]
+    if merged and reasoning and text:
+        at = len(split(reasoning, cuts)) - 1
+        pieces[at : at + 2] = [Delta(0, 0, pieces[at + 1].text, (), reasoning=pieces[at].reasoning)]
+    if pieces and data.draw(st.booleans()):
+        pieces[-1].finish = STOP
+    else:
+        pieces.append(Delta(0, 0, "", (), finish=STOP))
+    options = shown(
+        continuous_usage=data.draw(st.booleans()),
+        include_usage=data.draw(st.booleans()),
+        return_token_ids=data.draw(st.booleans()),
+        parsed=bool(reasoning or calls) or data.draw(st.booleans()),
+    )
+    whole_calls = tuple(piece(index, arguments, "f") for index, arguments in enumerate(calls))
+    whole = Delta(0, 0, text, (), finish=STOP, reasoning=reasoning, tool_calls=whole_calls)
+    answer = json.loads(Chat(HEAD, options, 1).whole([whole], NOTHING))
+    chunks = streamed(Chat(HEAD, options, 1), pieces)
+    assert {**message_of(chunks), "refusal": None} == answer["choices"][0]["message"]
+    reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
+    assert reasons == [None] * (len(reasons) - 1) + ["stop"]
+
+
+def test_choices_are_told_apart() -> None:
+    deltas = [
+        Delta(1, 0, "b", (1,)),
+        Delta(0, 0, "a", (1,), reasoning="r"),
+        Delta(0, 1, "", (2,), finish=STOP),
+        Delta(1, 1, "c", (2,), finish=Finish(FinishReason.LENGTH)),
+    ]
+    chunks = streamed(Chat(HEAD, shown(), 2), deltas)
+    assert [chunk["choices"][0]["index"] for chunk in chunks] == [0, 1, 1, 0, 0, 1, 1]
+    assert message_of(chunks, 0) == {"role": "assistant", "reasoning_content": "r", "content": "a"}
+    assert message_of(chunks, 1) == {"role": "assistant", "content": "bc"}
+    ends = {c["index"]: c["finish_reason"] for chunk in chunks for c in chunk["choices"] if c["finish_reason"]}
+    assert ends == {0: "stop", 1: "length"}
+
+
+def test_usage_on_every_chunk_counts_what_has_come() -> None:
+    usage = Usage(3)
+    chat = Chat(HEAD, shown(usage=usage, include_usage=True, continuous_usage=True), 1)
+    data = chat.first(NOTHING)
+    for count, delta in enumerate([Delta(0, 0, "a", (1,)), Delta(0, 1, "", (2,), reasoning="b")], 1):
+        usage.completion_tokens = count
+        data += chat.chunk(delta)
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks_of(data + chat.last())] == [0, 1, 2, 2]
+
+
+def positions(*ids: int) -> tuple[Position, ...]:
+    return tuple((TokenLogprob(i, -0.5, 1), TokenLogprob(i, -0.5, 1), TokenLogprob(0, float("-inf"), 9)) for i in ids)
+
+
+def test_logprobs_stand_beside_reasoning_text_and_calls_alike() -> None:
+    deltas = [
+        Delta(0, 0, "", (65,), positions(65), reasoning="a"),
+        Delta(0, 1, "b", (66,), positions(66)),
+        Delta(0, 2, "", (67, 68), positions(67, 68), tool_calls=(piece(0, "{}", "f"),)),
+        Delta(0, 4, "", (69,), positions(69), finish=CALLS),
+    ]
+    chunks = streamed(Chat(HEAD, shown(top_logprobs=2, tokens_as_ids=True, return_token_ids=True), 1), deltas)
+    choices = [chunk["choices"][0] for chunk in chunks[2:]]
+    assert [token for choice in choices for token in choice["token_ids"]] == [65, 66, 67, 68, 69]
+    entries = [entry for choice in choices for entry in choice["logprobs"]["content"]]
+    assert [entry["token"] for entry in entries] == [f"token_id:{token}" for token in (65, 66, 67, 68, 69)]
+    assert [top["logprob"] for top in entries[0]["top_logprobs"]] == [-0.5, -9999.0]
+    assert entries[0]["bytes"] == list(toys.vocabulary("byte_level").token_bytes(65))
+    assert chunks[0]["choices"] == []
+    assert chunks[0]["prompt_token_ids"] == []
+
+
+def test_tokens_of_completions_may_be_spelled_as_ids() -> None:
+    prompt = Prompt((70, 71), ((), *positions(71)))
+    completion = Completion(HEAD, shown(top_logprobs=1, tokens_as_ids=True, echo=True), 1, 1)
+    delta = Delta(0, 0, "ab", (65,), positions(65), STOP, texts=("b",))
+    (choice,) = chunks_of(completion.chunk(0, delta, prompt))[0]["choices"]
+    assert choice["logprobs"]["tokens"] == ["token_id:70", "token_id:71", "token_id:65"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.5]
+    assert choice["logprobs"]["top_logprobs"] == [None, {"token_id:71": -0.5}, {"token_id:65": -0.5}]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import orjson
@@ -22,16 +22,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from services.common.errors import InvalidArgument, NotFound, TriptychError, internal
 from services.common.logs import Log
+from services.gateway.rest import openapi, routes
 from services.gateway.rest.reply import JSON, Api, Reply, error_body, error_headers, event
 from services.gateway.trace import REQUEST_ID, request_id_of
 
 _log = Log("http")
-POSTS = {
-    "/v1/chat/completions": "chat_completions",
-    "/v1/completions": "completions",
-    "/tokenize": "tokenize",
-    "/detokenize": "detokenize",
-}
+POSTS = {row.path: row.operation for row in routes.API if row.method == "POST"}
 CLIENT_LEFT = 499
 Observe = Callable[[str, str, int, float], None]
 """(method, route, status, seconds) of an answered request."""
@@ -196,8 +192,31 @@ def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 def application(site: Site) -> Starlette:
-    """The ASGI application."""
+    """The ASGI application that clients reach."""
+    described = openapi.document(site.version)
 
+    async def description(_: Request) -> Response:
+        return Response(described, media_type=JSON)
+
+    path = routes.DESCRIPTION.path
+    return _starlette([*(_endpoint(site, row) for row in routes.API), *_of_process(site), Route(path, description)])
+
+
+def private(site: Site) -> Starlette:
+    """The ASGI application for whoever looks after this process and no other: health, version, metrics."""
+    return _starlette(_of_process(site))
+
+
+def _starlette(rows: Sequence[BaseRoute]) -> Starlette:
+    return Starlette(routes=rows, exception_handlers={HTTPException: _on_http_error})
+
+
+def _endpoint(site: Site, row: routes.Row) -> Route:
+    endpoint = Endpoint(site, row.operation, row.path)
+    return Route(row.path.replace("{model}", "{model:path}"), endpoint, methods=[row.method])
+
+
+def _of_process(site: Site) -> list[Route]:
     def json(document: object, status: int = 200) -> Response:
         return Response(orjson.dumps(document), status, media_type=JSON)
 
@@ -214,16 +233,5 @@ def application(site: Site) -> Starlette:
     async def metrics(_: Request) -> Response:
         return Response(site.metrics(), media_type=site.metrics_type)
 
-    posts: list[BaseRoute] = [
-        Route(path, Endpoint(site, operation, path), methods=["POST"]) for path, operation in POSTS.items()
-    ]
-    gets: list[BaseRoute] = [
-        Route("/v1/models", Endpoint(site, "models", "/v1/models"), methods=["GET"]),
-        Route("/v1/models/{model:path}", Endpoint(site, "model", "/v1/models/{model}"), methods=["GET"]),
-        Route("/health/live", live),
-        Route("/health/ready", ready),
-        Route("/health", ready),
-        Route("/version", version),
-        Route("/metrics", metrics),
-    ]
-    return Starlette(routes=[*posts, *gets], exception_handlers={HTTPException: _on_http_error})
+    answers = {"live": live, "ready": ready, "health": ready, "version": version, "metrics": metrics}
+    return [Route(row.path, answers[row.operation], methods=[row.method]) for row in routes.PROCESS]

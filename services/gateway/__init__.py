@@ -23,6 +23,7 @@ fields      the table of request fields
 kinds       what a single field may be
 limits      how much is taken from one request
 metrics     what is counted
+parsers     answers as they come: reasoning, text, calls of tools
 vocabulary  what each id stands for
 request     a request and its answers as plain data
 trace       the id and the trace that follow a request

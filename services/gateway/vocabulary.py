@@ -41,11 +41,12 @@ class Joining:
 class Vocabulary:
     """Pieces, special ids and joining of one model. Ids without a piece stand for no text."""
 
-    __slots__ = ("_bytes", "_fragments", "joining", "pieces", "special_ids")
+    __slots__ = ("_bytes", "_fragments", "_special", "joining", "pieces", "special_ids")
 
     def __init__(self, pieces: Sequence[str | None], special_ids: Collection[int], joining: Joining) -> None:
         self.pieces = tuple(pieces)
         self.special_ids = frozenset(special_ids)
+        self._special = {text: i for i in special_ids if (text := self.piece(i))}
         self.joining = joining
         if joining.by_bytes:
             self._bytes = tuple(_byte_level_bytes(joining.apply(piece)) if piece else b"" for piece in pieces)
@@ -78,6 +79,10 @@ class Vocabulary:
     def piece(self, token_id: int) -> str:
         """The vocabulary's own spelling of an id; empty for an unknown one."""
         return (self.pieces[token_id] or "") if 0 <= token_id < len(self.pieces) else ""
+
+    def special_id(self, text: str) -> int | None:
+        """The special token that is written so; None if there is none."""
+        return self._special.get(text)
 
     @property
     def longest_token(self) -> int:

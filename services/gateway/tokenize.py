@@ -59,6 +59,10 @@ class Tokenizer:
         special = {token.content for token in added.values() if token.special}
         return [token_id for token_id in added if self._inner.id_to_token(token_id) in special]
 
+    def added_ids(self) -> list[int]:
+        """Ids of the tokens that are cut out of a text before anything else; special ones are among them."""
+        return list(self._inner.get_added_tokens_decoder())
+
 
 class TokenizerPool:
     """Threads with a tokenizer each: one lane for short texts, one for long ones, so that none waits for a book."""
@@ -134,4 +138,5 @@ class TokenizerPool:
     def _read_vocabulary(self) -> Vocabulary:
         tokenizer = self._tokenizer()
         decoder = json.loads(self._json).get("decoder")
-        return Vocabulary(tokenizer.pieces(), tokenizer.special_ids(), read_joining(decoder))
+        joining = read_joining(decoder)
+        return Vocabulary(tokenizer.pieces(), tokenizer.special_ids(), joining, added_ids=tokenizer.added_ids())

@@ -41,12 +41,19 @@ class Joining:
 class Vocabulary:
     """Pieces, special ids and joining of one model. Ids without a piece stand for no text."""
 
-    __slots__ = ("_bytes", "_fragments", "_special", "joining", "pieces", "special_ids")
+    __slots__ = ("_added", "_bytes", "_fragments", "joining", "pieces", "special_ids")
 
-    def __init__(self, pieces: Sequence[str | None], special_ids: Collection[int], joining: Joining) -> None:
+    def __init__(
+        self,
+        pieces: Sequence[str | None],
+        special_ids: Collection[int],
+        joining: Joining,
+        *,
+        added_ids: Collection[int] = (),
+    ) -> None:
         self.pieces = tuple(pieces)
         self.special_ids = frozenset(special_ids)
-        self._special = {text: i for i in special_ids if (text := self.piece(i))}
+        self._added = {text: i for i in (*added_ids, *special_ids) if (text := self.piece(i))}
         self.joining = joining
         if joining.by_bytes:
             self._bytes = tuple(_byte_level_bytes(joining.apply(piece)) if piece else b"" for piece in pieces)
@@ -82,7 +89,12 @@ class Vocabulary:
 
     def special_id(self, text: str) -> int | None:
         """The special token that is written so; None if there is none."""
-        return self._special.get(text)
+        token_id = self._added.get(text)
+        return token_id if token_id in self.special_ids else None
+
+    def added_id(self, text: str) -> int | None:
+        """The token, special or not, that stands wherever this text does; None if it is spelled with others."""
+        return self._added.get(text)
 
     @property
     def longest_token(self) -> int:

@@ -96,8 +96,9 @@ def vocabulary(kind: str) -> Vocabulary:
     """Its vocabulary as the gateway sees it."""
     made = tokenizer(kind)
     pieces = [made.id_to_token(token_id) for token_id in range(made.get_vocab_size())]
-    special = [token_id for token_id, token in made.get_added_tokens_decoder().items() if token.special]
-    return Vocabulary(pieces, special, read_joining(json.loads(made.to_str())["decoder"]))
+    added = made.get_added_tokens_decoder()
+    special = [token_id for token_id, token in added.items() if token.special]
+    return Vocabulary(pieces, special, read_joining(json.loads(made.to_str())["decoder"]), added_ids=list(added))
 
 
 def ids(kind: str, text: str) -> tuple[int, ...]:

@@ -59,9 +59,9 @@ class Tokenizer:
         special = {token.content for token in added.values() if token.special}
         return [token_id for token_id in added if self._inner.id_to_token(token_id) in special]
 
-    def added_ids(self) -> list[int]:
-        """Ids of the tokens that are cut out of a text before anything else; special ones are among them."""
-        return list(self._inner.get_added_tokens_decoder())
+    def added(self) -> dict[str, int]:
+        """Tokens that are cut out of a text before anything else, by their text; special ones are among them."""
+        return {token.content: token_id for token_id, token in self._inner.get_added_tokens_decoder().items()}
 
 
 class TokenizerPool:
@@ -139,4 +139,4 @@ class TokenizerPool:
         tokenizer = self._tokenizer()
         decoder = json.loads(self._json).get("decoder")
         joining = read_joining(decoder)
-        return Vocabulary(tokenizer.pieces(), tokenizer.special_ids(), joining, added_ids=tokenizer.added_ids())
+        return Vocabulary(tokenizer.pieces(), tokenizer.special_ids(), joining, added=tokenizer.added())

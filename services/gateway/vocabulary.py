@@ -39,7 +39,10 @@ class Joining:
 
 
 class Vocabulary:
-    """Pieces, special ids and joining of one model. Ids without a piece stand for no text."""
+    """Pieces, special ids and joining of one model. Ids without a piece stand for no text.
+
+    `added` are the tokens that are cut out of a text before anything else, by their text; special ones are among them.
+    """
 
     __slots__ = ("_added", "_bytes", "_fragments", "joining", "pieces", "special_ids")
 
@@ -49,11 +52,11 @@ class Vocabulary:
         special_ids: Collection[int],
         joining: Joining,
         *,
-        added_ids: Collection[int] = (),
+        added: Mapping[str, int] | None = None,
     ) -> None:
         self.pieces = tuple(pieces)
         self.special_ids = frozenset(special_ids)
-        self._added = {text: i for i in (*added_ids, *special_ids) if (text := self.piece(i))}
+        self._added = dict(added or {})
         self.joining = joining
         if joining.by_bytes:
             self._bytes = tuple(_byte_level_bytes(joining.apply(piece)) if piece else b"" for piece in pieces)

@@ -98,7 +98,8 @@ def vocabulary(kind: str) -> Vocabulary:
     pieces = [made.id_to_token(token_id) for token_id in range(made.get_vocab_size())]
     added = made.get_added_tokens_decoder()
     special = [token_id for token_id, token in added.items() if token.special]
-    return Vocabulary(pieces, special, read_joining(json.loads(made.to_str())["decoder"]), added_ids=list(added))
+    joining = read_joining(json.loads(made.to_str())["decoder"])
+    return Vocabulary(pieces, special, joining, added={token.content: token_id for token_id, token in added.items()})
 
 
 def ids(kind: str, text: str) -> tuple[int, ...]:

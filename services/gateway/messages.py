@@ -77,7 +77,7 @@ def make_message(message: Message, content: Sequence[str], where: str) -> Messag
     for i, call in enumerate(message.tool_calls):
         if not call.name:
             raise wrong(f"{where}.tool_calls[{i}].name", "a name", call.name)
-        _check_arguments(call.arguments, f"{where}.tool_calls[{i}].arguments")
+        check_arguments(call.arguments, f"{where}.tool_calls[{i}].arguments")
     return Message(message.role, text, message.tool_calls, message.tool_call_id, message.name, message.reasoning)
 
 
@@ -162,11 +162,12 @@ def _read_call(call: object, where: str) -> ToolCall:
         arguments = json.dumps(arguments, ensure_ascii=False)
     if not isinstance(arguments, str | None):
         raise wrong(f"{where}.function.arguments", "a string with JSON", arguments)
-    _check_arguments(arguments or "", f"{where}.function.arguments")
+    check_arguments(arguments or "", f"{where}.function.arguments")
     return ToolCall(name, arguments or "", _string(call, "id", where))
 
 
-def _check_arguments(arguments: str, where: str) -> None:
+def check_arguments(arguments: str, where: str) -> None:
+    """Raises where the arguments of a call are no JSON; none at all are fine."""
     try:
         if arguments.strip():
             json.loads(arguments)

@@ -40,11 +40,13 @@ def shown(*, parsed: bool = True, usage: Usage | None = None, **options: Any) ->
 def chunks_of(data: bytes) -> list[dict[str, Any]]:
     events = data.decode().split("\n\n")
     assert events.pop() == ""
+    if events[-1] == "data: [DONE]":
+        events.pop()
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-def streamed(chat: Chat, deltas: Sequence[Delta], prompt: Prompt = NOTHING) -> list[dict[str, Any]]:
-    return chunks_of(chat.first(prompt) + b"".join(chat.chunk(delta) for delta in deltas) + chat.last())
+def streamed(chat: Chat, deltas: Sequence[Delta]) -> list[dict[str, Any]]:
+    return chunks_of(chat.first() + b"".join(chat.chunk(0, delta) for delta in deltas) + chat.last())
 
 
 def message_of(chunks: Sequence[dict[str, Any]], index: int = 0) -> dict[str, Any]:
@@ -73,7 +75,7 @@ def test_reasoning_text_and_calls_come_as_the_official_client_expects_them() -> 
         Delta(0, 4, "", (5,), tool_calls=(piece(0, ": 1}"), piece(1, "{}", "wait"))),
         Delta(0, 5, "", (6,), finish=CALLS),
     ]
-    chunks = streamed(Chat(HEAD, shown(include_usage=True), 1), deltas)
+    chunks = streamed(Chat(HEAD, shown(include_usage=True), NOTHING, 1), deltas)
     assert [chunk["choices"][0]["delta"] for chunk in chunks[:-1]] == [
         {"role": "assistant", "content": None},
         {"reasoning_content": "hm"},
@@ -111,11 +113,11 @@ def test_reasoning_text_and_calls_come_as_the_official_client_expects_them() -> 
 
 def test_a_message_of_calls_alone_has_no_content() -> None:
     delta = Delta(0, 0, "", (1,), finish=CALLS, tool_calls=(piece(0, "{}", "look"),))
-    whole = json.loads(Chat(HEAD, shown(), 1).whole([delta], NOTHING))
+    whole = json.loads(Chat(HEAD, shown(), NOTHING, 1).whole([delta]))
     assert whole["choices"][0]["message"]["content"] is None
     assert whole["choices"][0]["finish_reason"] == "tool_calls"
     assert "reasoning_content" not in whole["choices"][0]["message"]
-    plain = json.loads(Chat(HEAD, shown(parsed=False), 1).whole([Delta(0, 0, "", (1,), finish=STOP)], NOTHING))
+    plain = json.loads(Chat(HEAD, shown(parsed=False), NOTHING, 1).whole([Delta(0, 0, "", (1,), finish=STOP)]))
     assert plain["choices"][0]["message"] == {"role": "assistant", "content": "", "refusal": None}
 
 
@@ -154,8 +156,8 @@ def test_however_an_answer_is_cut_a_client_puts_the_same_message_together(
     )
     whole_calls = tuple(piece(index, arguments, "f") for index, arguments in enumerate(calls))
     whole = Delta(0, 0, text, (), finish=STOP, reasoning=reasoning, tool_calls=whole_calls)
-    answer = json.loads(Chat(HEAD, options, 1).whole([whole], NOTHING))
-    chunks = streamed(Chat(HEAD, options, 1), pieces)
+    answer = json.loads(Chat(HEAD, options, NOTHING, 1).whole([whole]))
+    chunks = streamed(Chat(HEAD, options, NOTHING, 1), pieces)
     assert {**message_of(chunks), "refusal": None} == answer["choices"][0]["message"]
     reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
     assert reasons == [None] * (len(reasons) - 1) + ["stop"]
@@ -168,7 +170,7 @@ def test_choices_are_told_apart() -> None:
         Delta(0, 1, "", (2,), finish=STOP),
         Delta(1, 1, "c", (2,), finish=Finish(FinishReason.LENGTH)),
     ]
-    chunks = streamed(Chat(HEAD, shown(), 2), deltas)
+    chunks = streamed(Chat(HEAD, shown(), NOTHING, 2), deltas)
     assert [chunk["choices"][0]["index"] for chunk in chunks] == [0, 1, 1, 0, 0, 1, 1]
     assert message_of(chunks, 0) == {"role": "assistant", "reasoning_content": "r", "content": "a"}
     assert message_of(chunks, 1) == {"role": "assistant", "content": "bc"}
@@ -178,11 +180,11 @@ def test_choices_are_told_apart() -> None:
 
 def test_usage_on_every_chunk_counts_what_has_come() -> None:
     usage = Usage(3)
-    chat = Chat(HEAD, shown(usage=usage, include_usage=True, continuous_usage=True), 1)
-    data = chat.first(NOTHING)
+    chat = Chat(HEAD, shown(usage=usage, include_usage=True, continuous_usage=True), NOTHING, 1)
+    data = chat.first()
     for count, delta in enumerate([Delta(0, 0, "a", (1,)), Delta(0, 1, "", (2,), reasoning="b")], 1):
         usage.completion_tokens = count
-        data += chat.chunk(delta)
+        data += chat.chunk(0, delta)
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks_of(data + chat.last())] == [0, 1, 2, 2]
 
 
@@ -197,7 +199,7 @@ def test_logprobs_stand_beside_reasoning_text_and_calls_alike() -> None:
         Delta(0, 2, "", (67, 68), positions(67, 68), tool_calls=(piece(0, "{}", "f"),)),
         Delta(0, 4, "", (69,), positions(69), finish=CALLS),
     ]
-    chunks = streamed(Chat(HEAD, shown(top_logprobs=2, tokens_as_ids=True, return_token_ids=True), 1), deltas)
+    chunks = streamed(Chat(HEAD, shown(top_logprobs=2, tokens_as_ids=True, return_token_ids=True), NOTHING, 1), deltas)
     choices = [chunk["choices"][0] for chunk in chunks[2:]]
     assert [token for choice in choices for token in choice["token_ids"]] == [65, 66, 67, 68, 69]
     entries = [entry for choice in choices for entry in choice["logprobs"]["content"]]
@@ -210,9 +212,9 @@ def test_logprobs_stand_beside_reasoning_text_and_calls_alike() -> None:
 
 def test_tokens_of_completions_may_be_spelled_as_ids() -> None:
     prompt = Prompt((70, 71), ((), *positions(71)))
-    completion = Completion(HEAD, shown(top_logprobs=1, tokens_as_ids=True, echo=True), 1, 1)
+    completion = Completion(HEAD, shown(top_logprobs=1, tokens_as_ids=True, echo=True), [prompt], 1)
     delta = Delta(0, 0, "ab", (65,), positions(65), STOP, texts=("b",))
-    (choice,) = chunks_of(completion.chunk(0, delta, prompt))[0]["choices"]
+    (choice,) = chunks_of(completion.chunk(0, delta))[0]["choices"]
     assert choice["logprobs"]["tokens"] == ["token_id:70", "token_id:71", "token_id:65"]
     assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.5]
     assert choice["logprobs"]["top_logprobs"] == [None, {"token_id:71": -0.5}, {"token_id:65": -0.5}]

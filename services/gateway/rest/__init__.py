@@ -4,12 +4,14 @@ __main__    the API in a process of its own, in front of a gateway
 asgi        HTTP: routes, limits, errors, clients that leave
 openapi     the description of it all, from the tables of routes and fields
 answers     schemas of what is answered
+response_answers       those of /v1/responses
 schemas     schemas of what requests may hold
 routes      the table of routes
 http        the HTTP server inside our process
 facade      the same over google.api.HttpBody, for a proxy in front
 forward     an Api that passes bodies on to a facade
 renderer    an Api over this process's front
+responses   /v1/responses: its items in and out
 chat_documents         whole chats and their chunks, as bytes
 completion_documents   the same of completions
 documents              what these two have in common

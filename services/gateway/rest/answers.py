@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from services.gateway.rest import response_answers
 from services.gateway.rest.schemas import INTEGER, NULL, STRING, Schema, array, either, nullable, only, ref
 
 _COUNT: Schema = {"type": "integer", "minimum": 0}
@@ -140,11 +141,13 @@ COMPONENTS: dict[str, Schema] = {
     "Health": only({"status": _const("ok")}),
     "NotReady": only({"status": _const("not ready"), "missing": STRING}),
     "Version": only({"version": STRING}),
+    **response_answers.COMPONENTS,
 }
 
 WHOLE: dict[str, str] = {
     "chat_completions": "ChatCompletion",
     "completions": "Completion",
+    "responses": "Response",
     "models": "Models",
     "model": "Model",
     "tokenize": "Tokens",
@@ -156,5 +159,9 @@ WHOLE: dict[str, str] = {
 }
 """The JSON document that an operation answers."""
 
-EVENTS: dict[str, str] = {"chat_completions": "ChatCompletionChunk", "completions": "CompletionChunk"}
+EVENTS: dict[str, str] = {
+    "chat_completions": "ChatCompletionChunk",
+    "completions": "CompletionChunk",
+    "responses": "ResponseEvent",
+}
 """The data of the events that it answers where a stream was asked for."""

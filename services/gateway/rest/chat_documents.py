@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import orjson
 
+from services.common.errors import TriptychError
 from services.gateway.request import Delta, ToolCallDelta
 from services.gateway.rest import shapes
 from services.gateway.rest.documents import Chunks, Head, Json, Prompt, Shown
@@ -22,9 +23,10 @@ _GOES_ON = b'},"logprobs":null,"finish_reason":null}'
 class Chat:
     """The documents of one answer with `choices` choices."""
 
-    def __init__(self, head: Head, shown: Shown, choices: int) -> None:
+    def __init__(self, head: Head, shown: Shown, prompt: Prompt, choices: int) -> None:
         self._head = head
         self._shown = shown
+        self._prompt = prompt
         self._plain = shown.plain
         self._empty = None if shown.parsed else ""  # the content of a message without any
         self._logprobs = shapes.ChatLogprobs.for_options(shown.options, shown.vocabulary, shown.skip_special)
@@ -33,10 +35,10 @@ class Chat:
         self._texts = [chunks.around(open_ + b'"content":', _GOES_ON) for open_ in opens]
         self._thoughts = [chunks.around(open_ + b'"reasoning_content":', _GOES_ON) for open_ in opens]
 
-    def first(self, prompt: Prompt) -> bytes:
+    def first(self) -> bytes:
         """A chunk per choice that names the role, after one with what was asked about the prompt."""
         chunks = []
-        if about := prompt.about(self._shown):
+        if about := self._prompt.about(self._shown):
             document = {**self._head.json("chat.completion.chunk"), "choices": [], **about}
             chunks.append(b"data: " + orjson.dumps(document) + b"\n\n")
         for index in range(len(self._texts)):
@@ -45,8 +47,9 @@ class Chat:
             chunks.append(self._chunks.wrap(orjson.dumps(choice)))
         return b"".join(chunks)
 
-    def chunk(self, delta: Delta) -> bytes:
+    def chunk(self, number: int, delta: Delta) -> bytes:
         """The chunks of a delta: what it adds, and after the last of it the reason why it is the last."""
+        del number
         if self._plain and delta.finish is None and not delta.tool_calls:
             if not delta.reasoning:
                 return self._chunks.join(self._texts[delta.choice], orjson.dumps(delta.text))
@@ -62,10 +65,14 @@ class Chat:
         return more + self._choice(delta, {}, {"logprobs": None, **end})
 
     def last(self) -> bytes:
-        """The chunk with the usage, where it was asked for."""
+        """The chunk with the usage, where it was asked for, and the end."""
         return self._chunks.last()
 
-    def whole(self, deltas: Sequence[Delta], prompt: Prompt) -> bytes:
+    def failed(self, error: TriptychError) -> bytes:
+        """The error, and no end."""
+        return self._chunks.failed(error)
+
+    def whole(self, deltas: Sequence[Delta]) -> bytes:
         """The answer without streaming."""
         choices = [
             {
@@ -81,7 +88,7 @@ class Chat:
             **self._head.json("chat.completion"),
             "choices": choices,
             "usage": shapes.usage(self._shown.counts()),
-            **prompt.about(self._shown),
+            **self._prompt.about(self._shown),
         }
         return orjson.dumps(document)
 

@@ -8,15 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
-from services.gateway.request import Position, ResponseOptions, Usage
+from services.common.errors import TriptychError
+from services.gateway.request import Delta, Position, ResponseOptions, Usage
 from services.gateway.rest import shapes
+from services.gateway.rest.reply import DONE, error_body, event
 from services.gateway.vocabulary import Vocabulary
 
 Json = dict[str, Any]
+
+
+class Documents(Protocol):
+    """A streamed answer as bytes, from the deltas of its runs."""
+
+    def first(self) -> bytes:
+        """What comes before the first delta."""
+        ...
+
+    def chunk(self, number: int, delta: Delta) -> bytes:
+        """What a delta of run `number` adds."""
+        ...
+
+    def last(self) -> bytes:
+        """What comes after the last delta."""
+        ...
+
+    def failed(self, error: TriptychError) -> bytes:
+        """What comes instead of all that would have followed."""
+        ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -92,8 +114,12 @@ class Chunks:
         return self._open + choice + (self._usage() if self._always else self._close)
 
     def last(self) -> bytes:
-        """The chunk with the usage and no choice, where it was asked for."""
-        return self._open + self._usage() if self._wanted else b""
+        """The chunk with the usage and no choice, where it was asked for, and the end."""
+        return self._open + self._usage() + DONE if self._wanted else DONE
+
+    def failed(self, error: TriptychError) -> bytes:
+        """An event with the error, and no end: what has come is not the answer."""
+        return event(error_body(error))
 
     def _usage(self) -> bytes:
         return b'],"usage":' + orjson.dumps(shapes.usage(self._counts())) + b"}\n\n"

@@ -18,9 +18,11 @@ from services.gateway.models import Model
 from services.gateway.request import Delta, Usage
 from services.gateway.rest.chat_documents import Chat
 from services.gateway.rest.completion_documents import Completion
-from services.gateway.rest.documents import Head, Prompt, Shown
+from services.gateway.rest.documents import Documents, Head, Prompt, Shown
 from services.gateway.rest.merge import merge
-from services.gateway.rest.reply import DONE, SSE, Reply, error_body, event
+from services.gateway.rest.reply import SSE, Reply
+from services.gateway.rest.responses.answer import About, Answer
+from services.gateway.rest.responses.items import read_input
 from services.gateway.text import Envelope, Job
 from services.gateway.trace import TRACEPARENT, request_id_of
 
@@ -47,32 +49,24 @@ class _Stream:
     """The events of a streamed answer. The first delta is there already, so that refusals were raised before."""
 
     def __init__(
-        self,
-        *,
-        first: tuple[int, Delta] | None,
-        deltas: Deltas,
-        opening: Callable[[], bytes],
-        chunk: Callable[[int, Delta], bytes],
-        closing: Callable[[], bytes],
-        runs: Sequence[Running],
+        self, first: tuple[int, Delta] | None, deltas: Deltas, documents: Documents, runs: Sequence[Running]
     ) -> None:
         self._first = first
         self._deltas = deltas
-        self._opening = opening
-        self._chunk = chunk
-        self._closing = closing
+        self._documents = documents
         self._runs = runs
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        chunk = self._chunk
+        documents = self._documents
+        chunk = documents.chunk
         try:
             if self._first is not None:
-                yield self._opening() + chunk(*self._first)
+                yield documents.first() + chunk(*self._first)
             async for number, delta in self._deltas:
                 yield chunk(number, delta)
-            yield self._closing() + DONE
+            yield documents.last()
         except TriptychError as error:
-            yield event(error_body(error))
+            yield documents.failed(error)
 
     async def aclose(self) -> None:
         """Ends the request where it runs."""
@@ -89,6 +83,7 @@ class Renderer:
         self._operations: dict[str, Callable[[bytes, Mapping[str, str]], Awaitable[Reply]]] = {
             "chat_completions": self._chat,
             "completions": self._completions,
+            "responses": self._responses,
             "models": self._models,
             "model": self._model,
             "tokenize": self._tokenize,
@@ -116,16 +111,12 @@ class Renderer:
             job = await model.text.chat(values, envelope)
         running = self._start(model, job, arrived)
         head = Head(f"chatcmpl-{job.spec.request_id}", running.created_s, model.info.name)
-        documents = Chat(head, _shown(model, job, lambda: running.usage), job.spec.sampling.n)
         prompt = Prompt(job.spec.prompt_ids, running.prompt_logprobs)
-        if not job.response.stream:
-            return _whole(documents.whole(await running.whole(), prompt))
-        return await _streamed(
-            [running],
-            lambda: documents.first(prompt),
-            lambda _, delta: documents.chunk(delta),
-            documents.last,
-        )
+        shown = _shown(model, job, lambda: running.usage)
+        documents = Chat(head, shown, prompt, job.spec.sampling.n)
+        if job.response.stream:
+            return await _streamed([running], documents)
+        return Reply(documents.whole(await running.whole()))
 
     async def _completions(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         arrived = time.monotonic()
@@ -138,17 +129,27 @@ class Renderer:
         response, spec = jobs[0].response, jobs[0].spec
         head = Head(f"cmpl-{spec.request_id}", runs[0].created_s, model.info.name)
         shown = _shown(model, jobs[0], lambda: _sum(runs))
-        documents = Completion(head, shown, len(jobs), spec.sampling.n)
         prompts = [Prompt(run.spec.prompt_ids, run.prompt_logprobs) for run in runs]
-        if not response.stream:
-            answers = await _gather(runs)
-            return _whole(documents.whole(list(zip(answers, prompts, strict=True))))
-        return await _streamed(
-            runs,
-            lambda: b"",
-            lambda number, delta: documents.chunk(number, delta, prompts[number]),
-            documents.last,
-        )
+        documents = Completion(head, shown, prompts, spec.sampling.n)
+        if response.stream:
+            return await _streamed(runs, documents)
+        return Reply(documents.whole(await _gather(runs)))
+
+    async def _responses(self, body: bytes, headers: Mapping[str, str]) -> Reply:
+        arrived = time.monotonic()
+        values = parse(body)
+        model = self._model_of(values)
+        envelope = _envelope(headers)
+        with self._front.arrival():
+            asked = read_fields(values, Api.RESPONSES)
+            job = await model.text.respond(asked, read_input(asked.input, asked.instructions), envelope)
+        running = self._start(model, job, arrived)
+        about = About(job.spec.request_id, model.info.name, running.created_s, asked, job.spec.sampling)
+        shown = _shown(model, job, lambda: running.usage)
+        answer = Answer(about, shown)
+        if job.response.stream:
+            return await _streamed([running], answer)
+        return Reply(answer.whole(await running.whole()))
 
     def _start(self, model: Model, job: Job, arrived: float) -> Running:
         needs_tokens = job.response.needs_tokens
@@ -167,11 +168,11 @@ class Renderer:
     async def _models(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         del body, headers
         cards = [_card(model) for model in self._front.models.all()]
-        return _whole(orjson.dumps({"object": "list", "data": cards}))
+        return Reply(orjson.dumps({"object": "list", "data": cards}))
 
     async def _model(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         del headers
-        return _whole(orjson.dumps(_card(self._front.models.get(body.decode()))))
+        return Reply(orjson.dumps(_card(self._front.models.get(body.decode()))))
 
     async def _tokenize(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         del headers
@@ -187,7 +188,7 @@ class Renderer:
         document: Body = {"count": len(ids), "max_model_len": model.info.max_model_len, "tokens": ids}
         if asked.return_token_strs:
             document["token_strs"] = [model.text.vocabulary.piece(token_id) for token_id in ids]
-        return _whole(orjson.dumps(document))
+        return Reply(orjson.dumps(document))
 
     async def _detokenize(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         del headers
@@ -196,19 +197,10 @@ class Renderer:
         asked = read_fields(values, Api.DETOKENIZE)
         if asked.tokens is None:
             raise InvalidArgument("tokens: needed", field="tokens")
-        return _whole(orjson.dumps({"prompt": await model.text.detokenize(asked.tokens)}))
+        return Reply(orjson.dumps({"prompt": await model.text.detokenize(asked.tokens)}))
 
 
-def _whole(document: bytes) -> Reply:
-    return Reply(document)
-
-
-async def _streamed(
-    runs: Sequence[Running],
-    opening: Callable[[], bytes],
-    chunk: Callable[[int, Delta], bytes],
-    closing: Callable[[], bytes],
-) -> Reply:
+async def _streamed(runs: Sequence[Running], documents: Documents) -> Reply:
     deltas = merge([run.deltas() for run in runs])
     try:
         first = await anext(deltas, None)
@@ -217,7 +209,7 @@ async def _streamed(
         for run in runs:
             run.close()
         raise
-    return Reply(_Stream(first=first, deltas=deltas, opening=opening, chunk=chunk, closing=closing, runs=runs), SSE)
+    return Reply(_Stream(first, deltas, documents, runs), SSE)
 
 
 async def _gather(runs: Sequence[Running]) -> list[list[Delta]]:

@@ -9,10 +9,13 @@ router      the stream to the engine; replay when it was lost
 inflight    one request between router and reader
 wire        protobuf to plain data and back
 text        a model's text side in one piece: bodies in, jobs out
+prompts     conversations and texts to ids, cut where a client allows it
+answers     what an answer may hold, by the model's template
 generation  a whole request: events in, deltas out
 pipeline    one choice: tokens to text, stops, deltas
 stops       stop strings
 detokenize  ids to text, one at a time
+toolless    tools for templates that have no place for them
 chat        conversations to a prompt, by the model's template
 messages    the turns of a conversation
 tools       tools that a client offers, and which one must be called

@@ -8,7 +8,9 @@ time and output, and whatever goes wrong inside is the request's fault (400), no
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +20,7 @@ from typing import Any
 import jinja2
 import jinja2.exceptions
 import jinja2.ext
+import jinja2.meta
 import jinja2.runtime
 import jinja2.sandbox
 from jinja2 import nodes
@@ -25,10 +28,16 @@ from jinja2 import nodes
 from services.common.errors import FailedPrecondition, InvalidArgument
 from services.gateway.limits import DEFAULT_LIMITS, TextLimits
 from services.gateway.messages import Message
+from services.gateway.tools import Tool
 
 _MARK = "\ue000continue\ue001"
 """Stands at the end of the final message while it is rendered; the prompt ends there."""
-_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "_step"})
+_PROBE = "\ue002probe\ue003"
+_SHORT_IDS = re.compile(r"length\s*!=\s*9\b")
+"""Templates of Mistral's models take ids of calls with 9 letters and digits only."""
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "_step"})
+"""Variables of templates that have a field of their own."""
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -50,6 +59,7 @@ class Conversation:
     continue_final_message: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
     documents: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[Tool] = ()
 
 
 class _Overrun(Exception):
@@ -102,7 +112,12 @@ def _raise(message: str) -> None:
 
 
 class ChatTemplate:
-    """One compiled template; `render` may be called from any thread."""
+    """One compiled template; `render` may be called from any thread.
+
+    names        variables that it reads: what a request can change
+    takes_tools  whether it shows the tools that are offered
+    shows_calls  whether it shows the calls of earlier turns
+    """
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str] | None = None, limits: TextLimits = DEFAULT_LIMITS
@@ -110,13 +125,23 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens or {})
         self._limits = limits
+        environment = _Environment()
         try:
-            self._template = _Environment().from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
+            names = jinja2.meta.find_undeclared_variables(environment.parse(source))
+            self._template = environment.from_string(source)
+        except (*_TEMPLATE_FAULTS, SyntaxError) as error:  # SyntaxError: blocks nested deeper than Python takes
             raise FailedPrecondition(
-                f"the model's chat template can't be read: {error}", field="chat_template"
+                f"the chat template can't be read: {_said(error)}", field="chat_template"
             ) from None
-        self._wants_parts = self._probe()
+        self.names = frozenset(names - environment.globals.keys() - {"_step"})
+        self.takes_tools = "tools" in self.names
+        self.shows_calls = "tool_calls" in source
+        self._short_ids = _SHORT_IDS.search(source) is not None
+        self._wants_parts = False
+        if not self._shows("user"):  # some templates of multimodal models show text only if it comes in parts
+            self._wants_parts = True
+            self._wants_parts = self._shows("user")
+        self.takes_system = self._shows("system") or not self._shows("user")
 
     def render(self, conversation: Conversation) -> str:
         """The prompt; raises InvalidArgument for a conversation that the template does not take."""
@@ -127,11 +152,6 @@ class ChatTemplate:
             )
         if opening is None:
             opening = not conversation.continue_final_message
-        for name in conversation.variables:
-            if name in _RESERVED:
-                raise InvalidArgument(
-                    f"chat_template_kwargs.{name}: has a field of its own", field=f"chat_template_kwargs.{name}"
-                )
         messages = [self._checked(message, i) for i, message in enumerate(conversation.messages)]
         if conversation.continue_final_message:
             return self._continue(messages, conversation)
@@ -139,12 +159,14 @@ class ChatTemplate:
 
     def _checked(self, message: Message, index: int) -> Message:
         role = message.role
+        where = f"messages[{index}].role"
         if role == "developer" and not self._names(role):
-            return replace(message, role="system")
-        if role not in {"system", "developer", "user", "assistant", "tool", "function"} and not self._names(role):
-            where = f"messages[{index}].role"
+            role = "system"
+        if role == "system" and not self.takes_system:
+            raise InvalidArgument(f"{where}: the model's chat template takes no system message", field=where)
+        if role not in _ROLES and not self._names(role):
             raise InvalidArgument(f"{where}: the model's chat template knows no role {role!r}", field=where)
-        return message
+        return message if role == message.role else replace(message, role=role)
 
     def _names(self, role: str) -> bool:
         return f"'{role}'" in self.source or f'"{role}"' in self.source
@@ -152,9 +174,10 @@ class ChatTemplate:
     def _continue(self, messages: list[Message], conversation: Conversation) -> str:
         last = messages[-1]
         where = f"messages[{len(messages) - 1}]"
-        if not last.text:
+        if not last.text or last.tool_calls:
             raise InvalidArgument(
-                f"{where}: continue_final_message needs a last message with text", field="continue_final_message"
+                f"{where}: continue_final_message needs a last message with text, and without calls",
+                field="continue_final_message",
             )
         marked = [*messages[:-1], replace(last, text=last.text + _MARK)]
         text = self._run(marked, conversation, opening=False)
@@ -197,27 +220,36 @@ class ChatTemplate:
         return "".join(pieces)
 
     def _variables(self, messages: Sequence[Message], conversation: Conversation, opening: bool) -> dict[str, Any]:
+        if self._short_ids:
+            messages = [_with_short_ids(message) for message in messages]
         return {
             **self._special_tokens,
-            **conversation.variables,
+            **conversation.variables,  # none of RESERVED
             "messages": [message.for_template(parts=self._wants_parts) for message in messages],
-            "tools": None,
+            "tools": [tool.for_template() for tool in conversation.tools] or None,
             "documents": conversation.documents,
             "add_generation_prompt": opening,
         }
 
-    def _probe(self) -> bool:
-        """Whether the template shows text only if it comes in parts, as some of multimodal models do."""
-        self._wants_parts = False
-        for parts in (False, True):
-            self._wants_parts = parts
-            try:
-                shown = self._run([Message("user", "\ue002probe\ue003")], Conversation(()), opening=True)
-            except InvalidArgument:
-                continue
-            if "\ue002probe\ue003" in shown:
-                return parts
-        return False
+    def _shows(self, role: str) -> bool:
+        """Whether the text of a turn appears in the prompt."""
+        turns = [Message(role, _PROBE)] if role == "user" else [Message(role, _PROBE), Message("user", "x")]
+        try:
+            return _PROBE in self._run(turns, Conversation(()), opening=True)
+        except InvalidArgument:
+            return False
+
+
+def _with_short_ids(message: Message) -> Message:
+    calls = tuple(replace(call, id=_short_id(call.id)) for call in message.tool_calls)
+    return replace(message, tool_calls=calls, tool_call_id=_short_id(message.tool_call_id))
+
+
+def _short_id(call_id: str | None) -> str | None:
+    """An id of 9 letters and digits, the same for the same id, so that results find their calls."""
+    if call_id is None or (len(call_id) == 9 and call_id.isascii() and call_id.isalnum()):
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
 
 def _said(error: BaseException) -> str:

@@ -316,6 +316,18 @@ _GRPC_NAMES: Mapping[str, str] = {
 """How the gRPC messages spell fields that are not sampling options."""
 
 
+@dataclass(slots=True, frozen=True)
+class Caller:
+    """The call that a request came by. `prefix` is how it spells sampling options; "" for JSON, where all is flat."""
+
+    api: Api
+    prefix: str = ""
+
+    def spell(self, name: str) -> str:
+        """A field as the client knows it."""
+        return _GRPC_NAMES.get(name, self.prefix + name) if self.prefix else name
+
+
 def accepted(api: Api) -> dict[str, Field]:
     """The rows that a call accepts, by name."""
     return {name: row for name, row in _ROWS[api].items() if isinstance(row, Field)}
@@ -324,10 +336,11 @@ def accepted(api: Api) -> dict[str, Field]:
 def read_fields(values: Mapping[str, object], api: Api, *, prefix: str = "") -> Asked:
     """Checks each value of a request by itself. `prefix` is how the caller spells the names ("sampling.")."""
     rows = _ROWS[api]
+    caller = Caller(api, prefix)
     asked: dict[str, Any] = {}
     for name, value in values.items():
         row = rows.get(name)
-        field = _GRPC_NAMES.get(name, prefix + name) if prefix else name
+        field = caller.spell(name)
         if row is None:
             known = [known for known, row in rows.items() if isinstance(row, Field)]
             raise InvalidArgument(f"{field}: unknown field{nearest(name, known)}", field=field)

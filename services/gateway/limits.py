@@ -20,6 +20,7 @@ class TextLimits:
     messages: int = 8192
     tools: int = 128  # OpenAI's own bound
     top_logprobs: int = 20  # what the sampler reports at most
+    template_chars: int = 65_536  # of a client's own chat template
     render_chars: int = 16_000_000
     render_steps: int = 1_000_000  # turns of loops and calls of macros in one template
     render_s: float = 10.0

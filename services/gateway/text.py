@@ -1,6 +1,6 @@
 """A model's text side in one piece: tokenizer, chat template and facts, and from them whole jobs.
 
-    values + Envelope ──▶ fields ──▶ template, tokenizer (threads) ──▶ checks ──▶ Job(spec, response, echo)
+    values + Envelope ──▶ fields ──▶ prompts (threads) ──▶ answers, constraints, checks ──▶ Job(spec, response, echo)
 
 Knows no protocol: `values` is a mapping with the names of the field table, from JSON or from gRPC.
 """
@@ -11,25 +11,38 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from services.common.errors import InvalidArgument
+from services.common.errors import InvalidArgument, Unimplemented
 from services.gateway.asked import Asked
-from services.gateway.chat import ChatTemplate, Conversation
-from services.gateway.fields import Api, read_fields
+from services.gateway.fields import Api, Caller, read_fields
 from services.gateway.kinds import wrong
 from services.gateway.messages import Message, read_messages
-from services.gateway.request import GenerateSpec, ResponseOptions
+from services.gateway.parsers.formats import opens_reasoning
+from services.gateway.prompts import Prompts, Rendered, TextSettings
+from services.gateway.request import (
+    Constraint,
+    GenerateSpec,
+    ReasoningOptions,
+    ResponseOptions,
+    TextOptions,
+    ToolOptions,
+)
 from services.gateway.text_files import TextFiles, read_files
 from services.gateway.tokenize import Tokenizer, TokenizerPool
+from services.gateway.tools import Tool, read_tool_choice, read_tools
 from services.gateway.validate import (
     ModelFacts,
     check_ids,
     check_prompt,
+    labels,
+    prompt_field,
     read_prompts,
     response_options,
     sampling_params,
     text_options,
 )
 from services.gateway.vocabulary import Vocabulary
+
+TOKENIZE = Caller(Api.TOKENIZE)
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,20 +56,39 @@ class Envelope:
 
 @dataclass(slots=True, frozen=True)
 class Job:
-    """A request ready to run, how to show its answer, and the prompt's text where that is echoed."""
+    """A request ready to run, how to show its answer, and the text that is echoed before it."""
 
     spec: GenerateSpec
     response: ResponseOptions
     echo: str = ""
 
 
+@dataclass(slots=True, frozen=True)
+class _Request:
+    """What was asked, by which call, and what came with it."""
+
+    asked: Asked
+    caller: Caller
+    envelope: Envelope
+
+
+@dataclass(slots=True, frozen=True)
+class _Prompt:
+    """The ids of a prompt, how a client calls the field that it came from, and what of it is echoed."""
+
+    ids: tuple[int, ...]
+    field: str
+    echo: str = ""
+    echoed: bool = False  # all of it is
+
+
 class ModelText:
     """Made once per model from its text files; `close` lets its threads end."""
 
-    def __init__(self, facts: ModelFacts, pool: TokenizerPool, template: ChatTemplate | None) -> None:
+    def __init__(self, facts: ModelFacts, pool: TokenizerPool, prompts: Prompts) -> None:
         self.facts = facts
         self._pool = pool
-        self._template = template
+        self._prompts = prompts
 
     @classmethod
     async def load(
@@ -68,6 +100,7 @@ class ModelText:
         max_model_len: int,
         max_n: int,
         threads: int = 2,
+        settings: TextSettings | None = None,
     ) -> ModelText:
         """Reads the files off the event loop; raises FailedPrecondition that names the file at fault."""
 
@@ -76,8 +109,7 @@ class ModelText:
             pool = TokenizerPool(read.tokenizer_json, threads=threads)
             eos = _eos_ids(read, pool, vocab_size)
             facts = ModelFacts(name, vocab_size, max_model_len, max_n, eos, read.sampling_defaults)
-            template = ChatTemplate(read.chat_template, read.special_tokens) if read.chat_template else None
-            return cls(facts, pool, template)
+            return cls(facts, pool, Prompts(facts, pool, read, settings or TextSettings()))
 
         return await asyncio.to_thread(build)
 
@@ -95,37 +127,45 @@ class ModelText:
     async def chat(self, body: Mapping[str, object], envelope: Envelope) -> Job:
         """The job of a /v1/chat/completions body."""
         asked = read_fields(body, Api.CHAT)
-        conversation = self._conversation(asked, read_messages(asked.messages))
-        ids = await self._render(conversation, add_special_tokens=bool(asked.add_special_tokens))
-        return await self._job(asked, Api.CHAT, ids, "messages", envelope)
+        return await self._talk(_Request(asked, Caller(Api.CHAT), envelope), read_messages(asked.messages))
 
-    async def completions(self, body: Mapping[str, object], envelope: Envelope) -> list[Job]:
-        """The jobs of a /v1/completions body, one per prompt."""
-        asked = read_fields(body, Api.COMPLETIONS)
-        jobs = []
-        for prompt in read_prompts(asked.prompt):
-            ids = await self._prompt_ids(prompt, "prompt", asked.add_special_tokens is not False)
-            jobs.append(await self._job(asked, Api.COMPLETIONS, ids, "prompt", envelope, prompt=prompt))
-        return jobs
-
-    async def generate(
-        self, values: Mapping[str, object], prompt: str | Sequence[int], envelope: Envelope, *, prefix: str = ""
-    ) -> Job:
-        """The job of a gRPC Generate; `prefix` is how its caller spells the names of `values`."""
-        asked = read_fields(values, Api.GRPC, prefix=prefix)
-        field = "text" if isinstance(prompt, str) else "token_ids"
-        ids = await self._prompt_ids(prompt, field, True)
-        return await self._job(asked, Api.GRPC, ids, field, envelope, prompt=prompt, prefix=prefix)
+    async def respond(self, asked: Asked, messages: Sequence[Message], envelope: Envelope) -> Job:
+        """The job of /v1/responses: `messages` are what its input and instructions say."""
+        return await self._talk(_Request(asked, Caller(Api.RESPONSES), envelope), messages)
 
     async def converse(
         self, values: Mapping[str, object], messages: Sequence[Message], envelope: Envelope, *, prefix: str = ""
     ) -> Job:
-        """The job of a gRPC Chat."""
+        """The job of a gRPC Chat; `prefix` is how its caller spells the names of `values`."""
         asked = read_fields(values, Api.GRPC, prefix=prefix)
-        if not messages:
-            raise wrong("messages", "at least one message", [])
-        ids = await self._render(self._conversation(asked, tuple(messages)), add_special_tokens=False)
-        return await self._job(asked, Api.GRPC, ids, "messages", envelope, prefix=prefix)
+        return await self._talk(_Request(asked, Caller(Api.GRPC, prefix), envelope), messages)
+
+    async def completions(self, body: Mapping[str, object], envelope: Envelope) -> list[Job]:
+        """The jobs of a /v1/completions body, one per prompt."""
+        request = _Request(read_fields(body, Api.COMPLETIONS), Caller(Api.COMPLETIONS), envelope)
+        prompts = read_prompts(request.asked.prompt)
+        return [
+            await self._continue(request, prompt, prompt_field(request.asked.prompt, i))
+            for i, prompt in enumerate(prompts)
+        ]
+
+    async def generate(
+        self, values: Mapping[str, object], prompt: str | Sequence[int], envelope: Envelope, *, prefix: str = ""
+    ) -> Job:
+        """The job of a gRPC Generate."""
+        asked = read_fields(values, Api.GRPC, prefix=prefix)
+        field = "text" if isinstance(prompt, str) else "token_ids"
+        return await self._continue(_Request(asked, Caller(Api.GRPC, prefix), envelope), prompt, field)
+
+    async def inputs(self, asked: Asked, *, field: str = "input") -> list[tuple[int, ...]]:
+        """The ids of what a request for vectors has as its input."""
+        inputs = []
+        for i, text in enumerate(read_prompts(asked.input, field=field)):
+            where = prompt_field(asked.input, i, field=field)
+            ids = await self._prompts.ids(text, asked, Caller(Api.EMBEDDINGS), where)
+            check_prompt(ids, self.facts, where, answer=0)
+            inputs.append(ids)
+        return inputs
 
     # Tokens
 
@@ -133,10 +173,12 @@ class ModelText:
         """The ids of a text, however many."""
         return await self._pool.encode(text, add_special_tokens=add_special_tokens)
 
-    async def tokenize_messages(self, messages: Sequence[Message], asked: Asked) -> tuple[int, ...]:
+    async def tokenize_messages(
+        self, messages: Sequence[Message], asked: Asked, caller: Caller = TOKENIZE
+    ) -> tuple[int, ...]:
         """The ids of a conversation, as a chat would send them."""
-        conversation = self._conversation(asked, tuple(messages))
-        return await self._render(conversation, add_special_tokens=bool(asked.add_special_tokens))
+        tools = read_tools(asked.tools, field=caller.spell("tools"))
+        return (await self._prompts.conversation(asked, caller, messages, tools)).ids
 
     async def detokenize(self, ids: Sequence[int], *, field: str = "tokens") -> str:
         """The text of ids, special tokens included."""
@@ -145,57 +187,78 @@ class ModelText:
 
     # Steps
 
-    def _conversation(self, asked: Asked, messages: tuple[Message, ...]) -> Conversation:
-        documents = asked.documents
-        if documents is not None and not (
-            isinstance(documents, list) and all(isinstance(document, dict) for document in documents)
-        ):
-            raise wrong("documents", "an array of objects", documents)
-        return Conversation(
-            messages,
-            asked.add_generation_prompt,
-            bool(asked.continue_final_message),
-            asked.chat_template_kwargs or {},
-            documents,
-        )
+    async def _talk(self, request: _Request, messages: Sequence[Message]) -> Job:
+        asked, caller = request.asked, request.caller
+        if not messages:
+            raise wrong("messages", "at least one message", [])
+        if asked.echo and not asked.continue_final_message:
+            raise InvalidArgument("echo: needs continue_final_message to be true", field="echo")
+        flat = caller.api is Api.RESPONSES
+        tools = read_tools(asked.tools, field=caller.spell("tools"), flat=flat)
+        choice = read_tool_choice(asked.tool_choice, tools, field=caller.spell("tool_choice"), flat=flat)
+        shown = () if choice.mode == "none" else tools
+        rendered = await self._prompts.conversation(asked, caller, messages, shown)
+        continued = messages[-1].text if asked.continue_final_message else ""
+        text = self._answer(request, rendered, continued, shown)
+        prompt = _Prompt(rendered.ids, "messages", continued if asked.echo else "")
+        return await self._job(request, prompt, text, await self._constraint(request))
 
-    async def _render(self, conversation: Conversation, *, add_special_tokens: bool) -> tuple[int, ...]:
-        template = self._template
-        if template is None:
-            raise InvalidArgument(
-                f"messages: the model {self.facts.name} has no chat template; send a prompt instead", field="messages"
-            )
-        size = sum(len(message.text) for message in conversation.messages)
-        text = await self._pool.run(lambda _: template.render(conversation), size=size)
-        return await self._pool.encode(
-            text, add_special_tokens=add_special_tokens, max_ids=self.facts.max_model_len, field="messages"
-        )
+    def _answer(self, request: _Request, rendered: Rendered, continued: str, tools: Sequence[Tool]) -> TextOptions:
+        """How the answer to a conversation is read: reasoning and calls apart from text."""
+        asked, form = request.asked, rendered.talk.form
+        reasoning = calls = None
+        if form.reasoning is not None:
+            inside = opens_reasoning(rendered.text, form.reasoning, continued)
+            reasoning = ReasoningOptions(*form.reasoning, inside, asked.include_reasoning is not False)
+        if tools:
+            if form.tool_format is None:
+                field = request.caller.spell("tools")
+                raise InvalidArgument(f"{field}: how this model writes calls of tools is not known", field=field)
+            names = tuple(tool.name for tool in tools)
+            calls = ToolOptions(form.tool_format, names, asked.parallel_tool_calls is not False)
+        kept = form.kept_ids(self.vocabulary, tools=bool(tools))
+        return text_options(asked, kept_ids=kept, reasoning=reasoning, tools=calls)
 
-    async def _prompt_ids(self, prompt: str | Sequence[int], field: str, add_special_tokens: bool) -> tuple[int, ...]:
-        if not isinstance(prompt, str):
-            return tuple(prompt)
-        return await self._pool.encode(
-            prompt, add_special_tokens=add_special_tokens, max_ids=self.facts.max_model_len, field=field
-        )
-
-    async def _job(
-        self,
-        asked: Asked,
-        api: Api,
-        ids: tuple[int, ...],
-        field: str,
-        envelope: Envelope,
-        *,
-        prompt: str | Sequence[int] = "",
-        prefix: str = "",
-    ) -> Job:
-        check_prompt(ids, self.facts, field)
-        banned = await self._banned(asked.bad_words) if asked.bad_words else []
-        sampling = sampling_params(
-            asked, self.facts, prompt_tokens=len(ids), api=api, prefix=prefix, banned_sequences=banned
-        )
+    async def _continue(self, request: _Request, prompt: str | Sequence[int], field: str) -> Job:
+        asked, caller = request.asked, request.caller
+        special = asked.add_special_tokens is not False
+        ids = await self._prompts.ids(prompt, asked, caller, field, add_special_tokens=special)
         text = text_options(asked)
-        response = response_options(asked, sampling, prefix=prefix)
+        echo = await self._echo(prompt, ids, asked, text) if asked.echo else ""
+        whole = _Prompt(ids, field, echo, echoed=bool(asked.echo))
+        return await self._job(request, whole, text, await self._constraint(request))
+
+    async def _echo(self, prompt: str | Sequence[int], ids: tuple[int, ...], asked: Asked, text: TextOptions) -> str:
+        if isinstance(prompt, str) and asked.truncate_prompt_tokens is None:
+            return prompt
+        return await self._pool.decode(ids, skip_special_tokens=text.skip_special_tokens)
+
+    async def _constraint(self, request: _Request) -> Constraint | None:
+        asked, caller = request.asked, request.caller
+        for name, value in (
+            ("response_format", asked.response_format),
+            ("structured_outputs", asked.structured_outputs),
+            ("constraint", asked.constraint),
+            ("text", asked.text),
+        ):
+            if value is not None:
+                field = caller.spell(name)
+                raise Unimplemented(f"{field}: not supported by this server", field=field)
+        return None
+
+    async def _job(self, request: _Request, prompt: _Prompt, text: TextOptions, constraint: Constraint | None) -> Job:
+        asked, caller, envelope = request.asked, request.caller, request.envelope
+        ids = prompt.ids
+        check_prompt(ids, self.facts, prompt.field)
+        sampling = sampling_params(
+            asked,
+            self.facts,
+            caller,
+            prompt_tokens=len(ids),
+            banned_sequences=await self._banned(asked.bad_words) if asked.bad_words else (),
+            constraint=constraint,
+            echoes_prompt=prompt.echoed,
+        )
         spec = GenerateSpec(
             request_id=asked.request_id or envelope.request_id,
             model=self.facts.name,
@@ -206,13 +269,9 @@ class ModelText:
             cache_salt=asked.cache_salt,
             deadline_ms=envelope.deadline_ms,
             traceparent=envelope.traceparent,
+            labels=labels(asked),
         )
-        return Job(spec, response, await self._echo(prompt, text.skip_special_tokens) if response.echo else "")
-
-    async def _echo(self, prompt: str | Sequence[int], skip_special_tokens: bool) -> str:
-        if isinstance(prompt, str):
-            return prompt
-        return await self._pool.decode(prompt, skip_special_tokens=skip_special_tokens)
+        return Job(spec, response_options(asked, sampling, caller), prompt.echo)
 
     async def _banned(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         """The id sequences of words, at the start of a text and after a space."""

@@ -24,6 +24,7 @@ class TextFiles:
     eos_tokens: tuple[int | str, ...] = ()
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)
     chat_template: str | None = None
+    tool_template: str | None = None  # for conversations with tools, where the model has one of its own for them
 
 
 def read_files(files: Mapping[str, bytes]) -> TextFiles:
@@ -40,7 +41,7 @@ def read_files(files: Mapping[str, bytes]) -> TextFiles:
         special,
         (*eos, tokenizer_eos) if tokenizer_eos else tuple(eos),
         _sampling_defaults(generation),
-        _chat_template(files, tokenizer),
+        *_chat_templates(files, tokenizer),
     )
 
 
@@ -101,11 +102,13 @@ def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float | int]:
     return defaults
 
 
-def _chat_template(files: Mapping[str, bytes], tokenizer_config: Mapping[str, Any]) -> str | None:
+def _chat_templates(files: Mapping[str, bytes], tokenizer_config: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """The template for all conversations, and the one for those with tools where that is another."""
     if "chat_template.jinja" in files:
-        return read_text(files, "chat_template.jinja")
+        return read_text(files, "chat_template.jinja"), None
     template = read_json(files, "chat_template.json").get("chat_template") or tokenizer_config.get("chat_template")
+    named: dict[object, object] = {"default": template}
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+    default, tools = (text if isinstance(text, str) else None for text in (named.get("default"), named.get("tool_use")))
+    return default, tools

@@ -11,13 +11,22 @@ from dataclasses import dataclass, field
 
 from services.common.errors import InvalidArgument
 from services.gateway.asked import Asked
-from services.gateway.fields import Api
+from services.gateway.fields import Api, Caller
 from services.gateway.kinds import wrong
 from services.gateway.limits import DEFAULT_LIMITS, check_text
-from services.gateway.request import ResponseOptions, SamplingParams, TextOptions
+from services.gateway.request import (
+    Constraint,
+    ReasoningOptions,
+    ResponseOptions,
+    SamplingParams,
+    TextOptions,
+    ToolOptions,
+)
 
 COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions where a client sets none: OpenAI's default."""
+OUTPUT_LOGPROBS = "message.output_text.logprobs"
+"""What `include` of /v1/responses may hold."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,44 +41,73 @@ class ModelFacts:
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)
 
 
+def prompt_limit(asked: Asked, caller: Caller, facts: ModelFacts) -> int | None:
+    """Most tokens that a prompt is cut to; None where it may not be cut.
+
+    What fits (-1) leaves room for the answer that was asked for, but for one token at least.
+    """
+    limit = asked.truncate_prompt_tokens
+    field = caller.spell("truncate_prompt_tokens")
+    if limit is None:
+        if asked.truncation_side is not None:
+            side = caller.spell("truncation_side")
+            raise InvalidArgument(f"{side}: needs {field}", field=side)
+        return None
+    if limit == 0:
+        raise InvalidArgument(f"{field}: must be -1 or at least 1, so that something is left", field=field)
+    if limit > 0:
+        return limit
+    if caller.api is Api.EMBEDDINGS:
+        return facts.max_model_len
+    answer = COMPLETION_TOKENS if caller.api is Api.COMPLETIONS else 1
+    answer = max(answer if asked.max_tokens is None else asked.max_tokens, asked.min_tokens or 0)
+    return max(1, facts.max_model_len - answer)
+
+
 def read_prompts(value: object, *, field: str = "prompt") -> list[str | tuple[int, ...]]:
     """The prompts of a completion request: one text or id array, or an array of them."""
     if isinstance(value, str):
-        return [_text_prompt(value, field, "")]
+        return [_text_prompt(value, field)]
     if not isinstance(value, list) or not value:
         raise wrong(field, "a string, an array of token ids, or an array of these", value)
     if all(isinstance(item, int) and not isinstance(item, bool) for item in value):
         return [tuple(value)]
     if len(value) > DEFAULT_LIMITS.prompts:
         raise wrong(field, f"an array of at most {DEFAULT_LIMITS.prompts} prompts", value)
-    return [_one_prompt(item, field, i) for i, item in enumerate(value)]
+    return [_one_prompt(item, f"{field}[{i}]") for i, item in enumerate(value)]
 
 
-def _one_prompt(item: object, field: str, index: int) -> str | tuple[int, ...]:
+def _one_prompt(item: object, field: str) -> str | tuple[int, ...]:
     if isinstance(item, str):
-        return _text_prompt(item, field, f"[{index}]")
+        return _text_prompt(item, field)
     if not isinstance(item, list) or not item:
-        raise wrong(field, "a string or an array of token ids", item, item=index)
-    for token_id in item:
+        raise wrong(field, "a string or an array of token ids", item)
+    for i, token_id in enumerate(item):
         if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise wrong(field, "a token id", token_id, item=index)
+            raise wrong(field, "a token id", token_id, item=i)
     return tuple(item)
 
 
-def _text_prompt(text: str, field: str, place: str) -> str:
-    check_text(text, field + place)
+def _text_prompt(text: str, field: str) -> str:
+    check_text(text, field)
     return text
 
 
-def check_prompt(ids: Sequence[int], facts: ModelFacts, field: str) -> None:
-    """Raises for a prompt that the model can't continue: empty, of unknown ids, or too long."""
+def prompt_field(value: object, index: int, *, field: str = "prompt") -> str:
+    """How a client spells the place of one of its prompts."""
+    alone = not isinstance(value, list) or isinstance(value[0], int)
+    return field if alone else f"{field}[{index}]"
+
+
+def check_prompt(ids: Sequence[int], facts: ModelFacts, field: str, *, answer: int = 1) -> None:
+    """Raises for a prompt that the model can't take: empty, of unknown ids, or too long for `answer` more tokens."""
     if not ids:
         raise InvalidArgument(f"{field}: empty; at least one token is needed", field=field)
     check_ids(ids, facts, field)
-    if len(ids) >= facts.max_model_len:
+    if len(ids) + answer > facts.max_model_len:
+        words = "leave no room for an answer: prompt and answer together are at most" if answer else "are more than"
         raise InvalidArgument(
-            f"{field}: {len(ids)} tokens leave no room for an answer: prompt and answer together "
-            f"are at most {facts.max_model_len} tokens",
+            f"{field}: {len(ids)} tokens {words} {facts.max_model_len} tokens",
             field=field,
             reason="CONTEXT_LENGTH_EXCEEDED",
         )
@@ -86,24 +124,29 @@ def check_ids(ids: Sequence[int], facts: ModelFacts, field: str) -> None:
 def sampling_params(
     asked: Asked,
     facts: ModelFacts,
+    caller: Caller,
     *,
     prompt_tokens: int,
-    api: Api,
-    prefix: str = "",
     banned_sequences: Sequence[Sequence[int]] = (),
+    constraint: Constraint | None = None,
+    echoes_prompt: bool = False,
 ) -> SamplingParams:
-    """Everything filled in: what was asked, then the model's own default, then ours."""
+    """Everything filled in: what was asked, then the model's own default, then ours.
+
+    `echoes_prompt` says whether the answer begins with the whole prompt, so with its log probabilities.
+    """
     for name, ids in (
         ("stop_token_ids", asked.stop_token_ids),
         ("allowed_token_ids", asked.allowed_token_ids),
         ("logit_bias", [token_id for token_id, _ in asked.logit_bias or ()]),
     ):
-        check_ids(ids or (), facts, prefix + name)
-    max_tokens, min_tokens = _lengths(asked, facts, prompt_tokens, api, prefix)
-    logprobs, prompt_logprobs = _logprobs(asked, api, prefix)
+        check_ids(ids or (), facts, caller.spell(name))
+    max_tokens, min_tokens = _lengths(asked, facts, prompt_tokens, caller)
+    logprobs, prompt_logprobs = _logprobs(asked, caller, echoes_prompt)
     n = 1 if asked.n is None else asked.n
     if n > facts.max_n:
-        raise InvalidArgument(f"{prefix}n: must be an integer from 1 to {facts.max_n}, not {n}", field=f"{prefix}n")
+        field = caller.spell("n")
+        raise InvalidArgument(f"{field}: must be an integer from 1 to {facts.max_n}, not {n}", field=field)
     return SamplingParams(
         max_tokens=max_tokens,
         seed=secrets.randbits(63) if asked.seed is None else asked.seed % 2**64,
@@ -124,6 +167,7 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         num_speculative_tokens=asked.num_speculative_tokens,
+        constraint=constraint,
     )
 
 
@@ -131,51 +175,69 @@ def _number(value: float | None, facts: ModelFacts, name: str, default: float) -
     return facts.sampling_defaults.get(name, default) if value is None else value
 
 
-def _lengths(asked: Asked, facts: ModelFacts, prompt_tokens: int, api: Api, prefix: str) -> tuple[int, int]:
+def _lengths(asked: Asked, facts: ModelFacts, prompt_tokens: int, caller: Caller) -> tuple[int, int]:
     """max_tokens and min_tokens. A bound beyond the context is met at its end, so it is no error."""
     room = facts.max_model_len - prompt_tokens
     min_tokens = asked.min_tokens or 0
     if asked.max_tokens is not None:
         if min_tokens > asked.max_tokens:
-            raise InvalidArgument(
-                f"{prefix}min_tokens: {min_tokens} is more than max_tokens, {asked.max_tokens}",
-                field=f"{prefix}min_tokens",
-            )
+            field = caller.spell("min_tokens")
+            raise InvalidArgument(f"{field}: {min_tokens} is more than max_tokens, {asked.max_tokens}", field=field)
         max_tokens = asked.max_tokens
     else:
-        default = COMPLETION_TOKENS if api is Api.COMPLETIONS else int(facts.sampling_defaults.get("max_tokens", room))
+        default = (
+            COMPLETION_TOKENS if caller.api is Api.COMPLETIONS else int(facts.sampling_defaults.get("max_tokens", room))
+        )
         max_tokens = max(default, min_tokens)
     max_tokens = min(max_tokens, room)
     return max_tokens, min(min_tokens, max_tokens)
 
 
-def _logprobs(asked: Asked, api: Api, prefix: str) -> tuple[int | None, int | None]:
+def _logprobs(asked: Asked, caller: Caller, echoes_prompt: bool) -> tuple[int | None, int | None]:
     """Likeliest tokens wanted per output position, and per prompt position."""
     logprobs = asked.logprobs
-    if api is Api.CHAT:
-        if asked.top_logprobs and not asked.show_logprobs:
-            raise InvalidArgument(f"{prefix}top_logprobs: needs logprobs to be true", field=f"{prefix}top_logprobs")
-        logprobs = (asked.top_logprobs or 0) if asked.show_logprobs else None
+    if caller.api in Api.CHAT | Api.RESPONSES:
+        if caller.api is Api.CHAT:
+            shown, needed = bool(asked.show_logprobs), "logprobs to be true"
+        else:
+            for i, part in enumerate(asked.include or ()):
+                if part != OUTPUT_LOGPROBS:
+                    raise wrong("include", f'"{OUTPUT_LOGPROBS}"', part, item=i)
+            shown, needed = bool(asked.include), f'"{OUTPUT_LOGPROBS}" in include'
+        if asked.top_logprobs and not shown:
+            raise InvalidArgument(f"top_logprobs: needs {needed}", field="top_logprobs")
+        logprobs = (asked.top_logprobs or 0) if shown else None
     prompt_logprobs = asked.prompt_logprobs
-    if asked.echo and logprobs is not None:
+    if echoes_prompt and logprobs is not None:
         prompt_logprobs = max(logprobs, prompt_logprobs or 0)
     return logprobs, prompt_logprobs
 
 
-def text_options(asked: Asked) -> TextOptions:
-    """How ids become text."""
+def text_options(
+    asked: Asked,
+    *,
+    kept_ids: tuple[int, ...] = (),
+    reasoning: ReasoningOptions | None = None,
+    tools: ToolOptions | None = None,
+) -> TextOptions:
+    """How ids become text, and text an answer."""
     return TextOptions(
         stop=tuple(dict.fromkeys(asked.stop or ())),
         include_stop=bool(asked.include_stop),
         skip_special_tokens=asked.skip_special_tokens is not False,
+        kept_ids=kept_ids,
+        reasoning=reasoning,
+        tools=tools,
     )
 
 
-def response_options(asked: Asked, sampling: SamplingParams, *, prefix: str = "") -> ResponseOptions:
+def response_options(asked: Asked, sampling: SamplingParams, caller: Caller) -> ResponseOptions:
     """How the answer is shown."""
     options = asked.stream_options
-    if options is not None and not asked.stream:
-        raise InvalidArgument(f"{prefix}stream_options: needs stream to be true", field=f"{prefix}stream_options")
+    for name, value in (("stream_options", options), ("stream_interval", asked.stream_interval)):
+        if value is not None and not asked.stream:
+            field = caller.spell(name)
+            raise InvalidArgument(f"{field}: needs stream to be true", field=field)
     return ResponseOptions(
         stream=bool(asked.stream),
         include_usage=bool(options and options.get("include_usage")),
@@ -183,4 +245,17 @@ def response_options(asked: Asked, sampling: SamplingParams, *, prefix: str = ""
         top_logprobs=sampling.logprobs,
         echo=bool(asked.echo),
         return_token_ids=bool(asked.return_token_ids),
+        tokens_as_ids=bool(asked.return_tokens_as_token_ids),
+        stream_interval=asked.stream_interval or 1,
     )
+
+
+def labels(asked: Asked) -> dict[str, str]:
+    """The client's own words about the request, for the log."""
+    said = {
+        "user": asked.user,
+        "safety_identifier": asked.safety_identifier,
+        "prompt_cache_key": asked.prompt_cache_key,
+        **{f"metadata.{name}": value for name, value in (asked.metadata or {}).items()},
+    }
+    return {name: value for name, value in said.items() if value is not None}

@@ -153,17 +153,45 @@ def test_roles_that_the_template_does_not_know() -> None:
     assert ours("{{ 'robot' }}{{ messages[0].content }}", [{"role": "robot", "content": "x"}]) == "robotx"
 
 
+STRICT = """{%- if messages[0]['role'] == 'system' %}
+    {{- messages[0]['content'] }}{%- set messages = messages[1:] %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {{- message['content'] }}
+{%- endfor %}"""
+SYSTEM = {"role": "system", "content": "a"}
+
+
 @pytest.mark.parametrize(
-    "messages",
+    ("template", "messages"), [(STRICT, [SYSTEM, SYSTEM, TALK[0]]), (STRICT, [TALK[0]] * 2), (LLAMA2, [TALK[0]] * 2)]
+)
+def test_what_a_template_raises_is_the_requests_fault(template: str, messages: list[dict[str, Any]]) -> None:
+    with pytest.raises(InvalidArgument, match="must alternate") as caught:
+        ours(template, messages)
+    assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize(
+    "template",
     [
-        [{"role": "system", "content": "a"}, {"role": "system", "content": "b"}, TALK[0]],
-        [TALK[0], TALK[0]],
+        LLAMA2,
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
     ],
 )
-def test_what_a_template_raises_is_the_requests_fault(messages: list[dict[str, Any]]) -> None:
-    with pytest.raises(InvalidArgument, match="must alternate") as caught:
-        ours(LLAMA2, messages)
-    assert caught.value.field == "messages"
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_system_message_that_the_template_would_drop_or_refuse_is_refused_by_its_place(
+    template: str, role: str
+) -> None:
+    with pytest.raises(InvalidArgument, match="takes no system message") as caught:
+        ours(template, [{"role": role, "content": "x"}, TALK[0]])
+    assert caught.value.field == "messages[0].role"
+    assert ours(template, [TALK[0]])
+    assert ours(STRICT, [SYSTEM, TALK[0]]).startswith("a")
 
 
 @pytest.mark.parametrize(
@@ -197,12 +225,6 @@ def test_steps_time_and_output_are_limited() -> None:
     with pytest.raises(InvalidArgument, match="too long"):
         ChatTemplate(text, limits=TextLimits(render_chars=500)).render(talk)
     assert ChatTemplate(text).render(talk) == "x" * 999
-
-
-def test_variables_may_not_replace_what_has_a_field() -> None:
-    with pytest.raises(InvalidArgument) as caught:
-        ours(CHATML, TALK, variables={"messages": []})
-    assert caught.value.field == "chat_template_kwargs.messages"
 
 
 def test_a_broken_template_is_told_when_the_model_loads() -> None:

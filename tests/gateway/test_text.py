@@ -39,7 +39,14 @@ async def test_a_chat(text: ModelText) -> None:
     rendered = "<|im_start|>user\nthe fox 🔥<|im_end|>\n<|im_start|>assistant\n"
     ids = toys.ids("byte_level", rendered)
     assert job.spec == GenerateSpec(
-        "made-here", "toy", ids, job.spec.sampling, TextOptions(("x",)), traceparent="00-aa-bb-01", deadline_ms=500
+        "made-here",
+        "toy",
+        ids,
+        job.spec.sampling,
+        TextOptions(("x",)),
+        traceparent="00-aa-bb-01",
+        deadline_ms=500,
+        labels={"user": "u"},
     )
     sampling = job.spec.sampling
     assert (sampling.seed, sampling.n, sampling.temperature, sampling.logprobs) == (5, 2, 0.5, 0)
@@ -98,10 +105,10 @@ async def test_tokenize_and_detokenize(text: ModelText) -> None:
         ({"messages": HELLO, "temprature": 1}, "temprature"),
         ({"messages": HELLO, "temperature": float("nan")}, "temperature"),
         ({"messages": HELLO, "stop_token_ids": [407]}, "stop_token_ids"),
-        ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools"),
+        ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools[0].function"),
         ({"messages": HELLO, "documents": "x"}, "documents"),
         ({"messages": HELLO, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
-        ({"messages": HELLO, "chat_template_kwargs": {"x": "\ud800"}}, None),
+        ({"messages": HELLO, "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x"),
         ({"messages": HELLO, "stream_options": {"include_usage": True}}, "stream_options"),
         (
             {"messages": HELLO, "continue_final_message": True, "add_generation_prompt": True},
@@ -110,22 +117,35 @@ async def test_tokenize_and_detokenize(text: ModelText) -> None:
     ],
 )
 async def test_bad_chats_name_their_field_and_the_next_one_works(
-    text: ModelText, body: dict[str, Any], field: str | None
+    text: ModelText, body: dict[str, Any], field: str
 ) -> None:
-    if field is None:
-        assert await text.chat(body, ENVELOPE)
-        return
     with pytest.raises(InvalidArgument) as caught:
         await text.chat(body, ENVELOPE)
     assert caught.value.field == field
     assert await text.chat({"messages": HELLO}, ENVELOPE)
 
 
-@pytest.mark.parametrize("prompt", ["", [""], ["a", ""], [], [[]], [400], [-1], None, "the fox " * 60])
-async def test_bad_prompts(text: ModelText, prompt: object) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [
+        ("", "prompt"),
+        ([""], "prompt[0]"),
+        (["a", "", "b"], "prompt[1]"),
+        ([[5], [5, 400]], "prompt[1]"),
+        ([], "prompt"),
+        ([[]], "prompt[0]"),
+        ([400], "prompt"),
+        ([-1], "prompt"),
+        (None, "prompt"),
+        ("the fox " * 60, "prompt"),
+        ([*["a"] * 7, "the fox " * 60], "prompt[7]"),
+    ],
+)
+async def test_bad_prompts_are_named_by_their_place(text: ModelText, prompt: object, field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         await text.completions({"prompt": prompt}, ENVELOPE)
-    assert caught.value.field == "prompt"
+    assert caught.value.field == field
+    assert caught.value.message.startswith(f"{field}:")
 
 
 async def test_a_model_without_a_chat_template() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidArgument
-from services.gateway.fields import Api, accepted, read_fields
+from services.gateway.fields import Api, Caller, accepted, read_fields
 from services.gateway.messages import read_messages
 from services.gateway.request import ResponseOptions, SamplingParams, TextOptions
 from services.gateway.validate import (
@@ -26,7 +26,8 @@ FACTS = ModelFacts("toy", vocab_size=100, max_model_len=64, max_n=4, eos_token_i
 def sampling(
     values: dict[str, Any], *, api: Api = Api.CHAT, facts: ModelFacts = FACTS, prompt: int = 10
 ) -> SamplingParams:
-    return sampling_params(read_fields(values, api), facts, prompt_tokens=prompt, api=api)
+    asked = read_fields(values, api)
+    return sampling_params(asked, facts, Caller(api), prompt_tokens=prompt, echoes_prompt=bool(asked.echo))
 
 
 def test_defaults() -> None:
@@ -172,13 +173,13 @@ def test_text_and_response_options() -> None:
         Api.COMPLETIONS,
     )  # fmt: skip
     assert text_options(asked) == TextOptions(("b", "a"), include_stop=True, skip_special_tokens=False)
-    params = sampling_params(asked, FACTS, prompt_tokens=5, api=Api.COMPLETIONS)
-    shown = response_options(asked, params)
+    params = sampling_params(asked, FACTS, Caller(Api.COMPLETIONS), prompt_tokens=5)
+    shown = response_options(asked, params, Caller(Api.COMPLETIONS))
     assert shown == ResponseOptions(True, True, True, 2, True, True)
     assert shown.needs_tokens
     assert not ResponseOptions().needs_tokens
     with pytest.raises(InvalidArgument, match="needs stream"):
-        response_options(read_fields({"stream_options": {}}, Api.CHAT), params)
+        response_options(read_fields({"stream_options": {}}, Api.CHAT), params, Caller(Api.CHAT))
 
 
 names = st.sampled_from(sorted(accepted(Api.CHAT) | accepted(Api.COMPLETIONS)))
@@ -199,8 +200,8 @@ def test_any_body_is_honoured_or_refused(body: dict[str, Any], api: Api, prompt:
             read_messages(asked.messages or [{"role": "user", "content": "x"}])
         else:
             read_prompts(asked.prompt or "x")
-        params = sampling_params(asked, FACTS, prompt_tokens=prompt, api=api)
-        response_options(asked, params)
+        params = sampling_params(asked, FACTS, Caller(api), prompt_tokens=prompt)
+        response_options(asked, params, Caller(api))
     except InvalidArgument:
         return
     assert 1 <= params.max_tokens <= 64 - prompt

@@ -18,6 +18,7 @@ from services.gateway.config import GatewaySettings
 from services.gateway.front import Front
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import Models
+from services.gateway.prompts import TextSettings
 from services.gateway.rest import asgi, facade
 from services.gateway.rest.http import HttpServer, bind
 from services.gateway.rest.renderer import Renderer
@@ -33,7 +34,8 @@ class Gateway:
 
     def __init__(self, settings: GatewaySettings, http_socket: socket.socket, version: str) -> None:
         self.settings = settings
-        self.models = Models(settings.tokenizer_threads)
+        texts = TextSettings(settings.tool_parser, settings.reasoning_parser, settings.allow_chat_template)
+        self.models = Models(settings.tokenizer_threads, texts)
         self.metrics = GatewayMetrics()
         self.router = Router(
             settings.engine,

@@ -20,6 +20,18 @@ class GatewaySettings(Settings):
     grpc_port: int = knob(50051, "port of the gRPC API; 0 takes any free one", ge=0, le=65535)
 
     tokenizer_threads: int = knob(2, "threads that turn text into ids and render chat templates", ge=1, le=256)
+    tool_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "mistral_named"] = knob(
+        "auto", "how the model writes calls of tools; auto reads it from the chat template, none refuses tools"
+    )
+    reasoning_parser: Literal[
+        "auto", "none", "think", "thinking", "bracket_think", "seed_think", "thought", "reasoning"
+    ] = knob(
+        "auto", "tags around the model's reasoning; auto reads them from the chat template, none shows all as text"
+    )
+    allow_chat_template: bool = knob(
+        False, "requests may bring a chat template; it is a program, so only for clients that are trusted"
+    )
+
     max_body_bytes: int = knob(16 * 1024 * 1024, "longest request body that is read", ge=1024)
     max_concurrent_requests: int = knob(8192, "gRPC calls at once; more are refused", ge=1)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from services.common.errors import NotFound, Unavailable
 from services.common.logs import Log
+from services.gateway.prompts import TextSettings
 from services.gateway.text import ModelText
 from services.gateway.wire import EngineInfo
 
@@ -23,8 +24,9 @@ class Model:
 class Models:
     """Follows the engine: a model is read again when the engine comes with other files or limits."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, settings: TextSettings | None = None) -> None:
         self._threads = threads
+        self._settings = settings
         self._model: Model | None = None
 
     async def update(self, info: EngineInfo) -> None:
@@ -40,6 +42,7 @@ class Models:
             max_model_len=info.max_model_len,
             max_n=info.max_n,
             threads=self._threads,
+            settings=self._settings,
         )
         self._model = Model(info, text)
         _log.info("model loaded", model=info.name, max_model_len=info.max_model_len, fingerprint=info.fingerprint)

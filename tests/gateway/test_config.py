@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from services.common.settings import SettingsError, nearest
 from services.gateway.config import GatewaySettings, RestSettings
+from services.gateway.parsers.formats import TAGS, TOOL_FORMATS
 
 
 def test_command_line_beats_environment_beats_file(tmp_path: Path) -> None:
@@ -64,3 +66,9 @@ def test_a_name_of_megabytes_is_compared_with_nothing() -> None:
 def test_the_rest_process_takes_no_body_that_grpc_cannot_carry() -> None:
     with pytest.raises(SettingsError):
         RestSettings.load(["--max-body-bytes", str(8 * 1024 * 1024)], "rest", {})
+
+
+def test_parsers_have_the_names_of_the_formats() -> None:
+    fields = GatewaySettings.model_fields
+    assert set(get_args(fields["tool_parser"].annotation)) == {"auto", "none", *TOOL_FORMATS}
+    assert set(get_args(fields["reasoning_parser"].annotation)) == {"auto", "none", *TAGS}

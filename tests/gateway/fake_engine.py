@@ -90,6 +90,7 @@ class FakeEngine:
     refuse: common_pb2.Failure | None = None
     incarnation: int = 1
     model: str = "bytes"
+    context: int = CONTEXT
     ready: bool = True
     files: dict[str, bytes] = field(default_factory=text_files)
     submits: list[engine_pb2.Submit] = field(default_factory=list)
@@ -257,13 +258,13 @@ class Servicer(engine_pb2_grpc.EngineServiceServicer):
                 name=self.fake.model,
                 architecture="llama",
                 vocab_size=VOCAB,
-                max_model_len=CONTEXT * 2,
+                max_model_len=self.fake.context * 2,
                 fingerprint=digest,
                 dtype="float32",
                 capabilities=["generate", "prompt_logprobs"],
                 created_s=1_700_000_000,
             ),
-            limits=engine_pb2.EngineLimits(max_model_len=CONTEXT, block_size=16, max_num_seqs=64, max_n=8),
+            limits=engine_pb2.EngineLimits(max_model_len=self.fake.context, block_size=16, max_num_seqs=64, max_n=8),
             text_files=self._infos(),
         )
 

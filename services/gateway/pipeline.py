@@ -1,6 +1,7 @@
 """One choice's way from tokens to deltas: detokenize, stop, cut. Knows no client and no engine.
 
     ChoiceTokens ──push──▶ detokenizer ──▶ stop scanner ──▶ ready spans ──take──▶ Delta
+                                                      └─▶ answer parser ─▶┘ where reasoning or tools are read
 
 However the tokens are dealt out to pushes and takes, the deltas joined are the same: ids and
 logprobs ride with the text that they completed, and all are cut at the same token.
@@ -9,11 +10,22 @@ logprobs ride with the text that they completed, and all are cut at the same tok
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from services.common.errors import internal
 from services.gateway.detokenize import new_detokenizer
-from services.gateway.request import ChoiceTokens, Delta, Finish, FinishReason, Position, TextOptions
+from services.gateway.parsers.answer import AnswerParser
+from services.gateway.parsers.reader import Event, Kind
+from services.gateway.request import (
+    ChoiceTokens,
+    Delta,
+    Finish,
+    FinishReason,
+    Position,
+    TextOptions,
+    ToolCallDelta,
+)
 from services.gateway.stops import Span, StopMatcher, StopScanner
 from services.gateway.vocabulary import Vocabulary
 
@@ -22,6 +34,7 @@ class ChoicePipeline:
     """One choice. `finish` is set once it has ended; later tokens are dropped."""
 
     __slots__ = (
+        "_answer",
         "_choice",
         "_detokenizer",
         "_echo",
@@ -55,6 +68,7 @@ class ChoicePipeline:
         self._scanner = (
             StopScanner(matcher, min_tokens=min_tokens, include_stop=options.include_stop) if matcher else None
         )
+        self._answer = _Answer(vocabulary, options) if options.reasoning or options.tools else None
         self._needs_tokens = needs_tokens
         self._echo = echo
         self._received = 0
@@ -93,12 +107,33 @@ class ChoicePipeline:
         """What can be told by now, if a client would notice it."""
         if self._told:
             return None
+        if self._answer is not None:
+            return self._take_answer(self._answer)
         spans = self._ready
         text = spans[0].text if len(spans) == 1 else "".join([span.text for span in spans])
-        if self.finish is None and not text:
-            held = self._unreleased or (self._scanner is not None and self._scanner.holding)
-            if not (self._needs_tokens and spans and not held):
-                return None
+        if self.finish is None and not text and not self._news_without_text():
+            return None
+        return self._delta(text)
+
+    def _take_answer(self, answer: _Answer) -> Delta | None:
+        events = answer.events()
+        if self.finish is None and not events and not self._news_without_text():
+            return None
+        delta = self._delta("".join([event.text for event in events if event.what is Kind.CONTENT]))
+        delta.reasoning = "".join([event.text for event in events if event.what is Kind.REASONING])
+        delta.tool_calls = _joined_calls([event.what for event in events if isinstance(event.what, ToolCallDelta)])
+        return delta
+
+    def _news_without_text(self) -> bool:
+        held = (
+            self._unreleased
+            or (self._scanner is not None and self._scanner.holding)
+            or (self._answer is not None and self._answer.holding)
+        )
+        return self._needs_tokens and bool(self._ready) and not held
+
+    def _delta(self, text: str) -> Delta:
+        spans = self._ready
         ids = tuple([span.token_id for span in spans if span.token_id is not None])
         delta = Delta(
             self._choice,
@@ -120,18 +155,42 @@ class ChoicePipeline:
         return finish is FinishReason.EOS or (finish is FinishReason.STOP_ID and not self._include_stop)
 
     def _accept(self, span: Span) -> bool:
-        """Takes the next span; tells whether a stop string ended the text there."""
+        """Takes the next span; tells whether the text ended there: by a stop string, or after the last call."""
         if self._scanner is None:
-            self._ready.append(span)
-            return False
+            if self._answer is None:
+                self._ready.append(span)
+                return False
+            return self._release((span,))
         match = self._scanner.push(span)
         if match is None:
-            self._ready.extend(self._scanner.released())
-            return False
-        self._ready.extend(self._scanner.cut(match))
+            return self._release(self._scanner.released())
+        if not self._release(self._scanner.cut(match)):
+            self._finish(Finish(FinishReason.STOP_STRING, stop_string=match.stop))
         self._received = self._emitted + sum(span.token_id is not None for span in self._ready)
-        self.finish = Finish(FinishReason.STOP_STRING, stop_string=match.stop)
         return True
+
+    def _release(self, spans: Iterable[Span]) -> bool:
+        """Takes spans that no stop string will cut; tells whether the answer ended there."""
+        if self._answer is None:
+            self._ready.extend(spans)
+            return False
+        for span in spans:
+            self._answer.push(span)
+            if self._answer.ended:
+                self._finish(Finish(FinishReason.TOOL_CALLS))
+                self._received = self._emitted + sum(span.token_id is not None for span in self._ready)
+                return True
+        self._ready.extend(self._answer.released())
+        return False
+
+    def _finish(self, finish: Finish) -> None:
+        """The text has ended: the parser decides about the last of it."""
+        if self._answer is not None:
+            self._answer.finish()
+            self._ready.extend(self._answer.released())
+            if self._answer.called and finish.reason in _BY_ITSELF:
+                finish = replace(finish, reason=FinishReason.TOOL_CALLS)
+        self.finish = finish
 
     def _end(self, reason: FinishReason, last: Sequence[int], silent: Sequence[int]) -> None:
         texts, tail = self._detokenizer.finish()
@@ -140,12 +199,83 @@ class ChoicePipeline:
             spans.append(Span(None, tail))
         if any(self._accept(span) for span in spans):
             return
-        if self._scanner is not None:
-            self._ready.extend(self._scanner.drain())
+        if self._scanner is not None and self._release(self._scanner.drain()):
+            return
+        stop_token_id = last[0] if reason is FinishReason.STOP_ID and last else None
+        self._finish(Finish(reason, stop_token_id=stop_token_id))
         self._ready.extend(Span(token_id, "") for token_id in silent)
         self._received += len(silent)
-        stop_token_id = last[0] if reason is FinishReason.STOP_ID and last else None
-        self.finish = Finish(reason, stop_token_id=stop_token_id)
+
+
+_BY_ITSELF = (FinishReason.EOS, FinishReason.STOP_ID, FinishReason.STOP_STRING)
+"""Ways to end that say the answer is whole."""
+
+
+class _Answer:
+    """The spans of one choice on their way through its parser: a token goes on when its text is settled."""
+
+    __slots__ = ("_events", "_marks", "_parser", "_released", "_waiting")
+
+    def __init__(self, vocabulary: Vocabulary, options: TextOptions) -> None:
+        self._parser = AnswerParser(options.reasoning, options.tools)
+        self._marks: Mapping[int | None, str] = {
+            token_id: vocabulary.added_text(token_id)
+            for token_id in options.kept_ids
+            if options.skip_special_tokens and token_id in vocabulary.special_ids
+        }
+        self._waiting: deque[tuple[int, Span]] = deque()  # with where its text ends, in the parser's characters
+        self._released = 0  # characters of the spans that have gone on
+
+    @property
+    def holding(self) -> bool:
+        """Whether some token waits."""
+        return bool(self._waiting)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the answer is over, whatever would follow."""
+        return self._parser.ended
+
+    @property
+    def called(self) -> bool:
+        """Whether a tool was called."""
+        return self._parser.called
+
+    def push(self, span: Span) -> None:
+        """Takes a span. A special token that its text leaves out is read as a mark all the same."""
+        self._parser.push(span.text)
+        if span.token_id in self._marks:
+            self._parser.push(self._marks[span.token_id], hidden=True)
+        self._waiting.append((self._parser.fed, span))
+
+    def finish(self) -> None:
+        """No more spans come."""
+        self._parser.finish()
+
+    def released(self) -> Iterator[Span]:
+        """Takes out the spans whose text is settled."""
+        settled = self._parser.settled
+        while self._waiting and self._waiting[0][0] <= settled:
+            self._released, span = self._waiting.popleft()
+            yield span
+
+    def events(self) -> Sequence[Event]:
+        """Takes out what the released spans say."""
+        events, ready = self._parser.events, []
+        while events and events[0].end <= self._released:
+            ready.append(events.popleft())
+        return ready
+
+
+def _joined_calls(pieces: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    """One piece per call."""
+    joined: dict[int, list[ToolCallDelta]] = {}
+    for piece in pieces:
+        joined.setdefault(piece.index, []).append(piece)
+    return tuple(
+        ToolCallDelta(index, "".join([piece.arguments for piece in same]), same[0].id, same[0].name)
+        for index, same in joined.items()
+    )
 
 
 def _texts(spans: Sequence[Span]) -> tuple[str, ...]:

@@ -95,6 +95,10 @@ class Vocabulary:
         token_id = self._added.get(text)
         return token_id if token_id in self.special_ids else None
 
+    def added_text(self, token_id: int) -> str:
+        """What an added token is written as; empty for another."""
+        return next((text for text, added in self._added.items() if added == token_id), "")
+
     def added_id(self, text: str) -> int | None:
         """The token, special or not, that stands wherever this text does; None if it is spelled with others."""
         return self._added.get(text)

@@ -1,8 +1,12 @@
-"""What a way of writing calls is, as plain data."""
+"""What a way of writing calls is, in one piece: its fixed text and its grammar."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from services.gateway.parsers.calls import Calls
+from services.gateway.parsers.reader import Reader, Steps
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,8 +38,10 @@ class ToolFormat:
     """One way of writing calls.
 
     markers  texts that are special tokens in some vocabularies, and must be seen all the same
+    read     its grammar: reads an answer from where it may have calls, to its end or to the last call allowed
     """
 
     name: str
     shape: CallShape
     markers: tuple[str, ...]
+    read: Callable[[Reader, Calls], Steps[None]]

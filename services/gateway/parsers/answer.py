@@ -1,0 +1,70 @@
+"""One answer, read as it comes: reasoning, then text and calls of tools.
+
+push(text) … ──▶ reader ──▶ reasoning ──▶ a format of calls, or the rest ──▶ events, settled
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from services.gateway.parsers.calls import Calls
+from services.gateway.parsers.formats import tool_format
+from services.gateway.parsers.reader import Event, Kind, Reader, Steps
+from services.gateway.parsers.reasoning import read_reasoning
+from services.gateway.request import ReasoningOptions, ToolOptions
+
+
+class AnswerParser:
+    """The text of one choice. `ended` is set where the answer ends though more text may come; that is not read."""
+
+    __slots__ = ("_calls", "_reader", "_steps", "ended", "events")
+
+    def __init__(self, reasoning: ReasoningOptions | None, tools: ToolOptions | None) -> None:
+        self.ended = False
+        self._reader = Reader()
+        self._calls = Calls(self._reader, tools.names if tools else (), parallel=tools is None or tools.parallel)
+        self._steps = _answer(self._reader, self._calls, reasoning, tools)
+        self.events: deque[Event] = self._reader.events
+
+    @property
+    def called(self) -> bool:
+        """Whether there was a call."""
+        return self._calls.count > 0
+
+    @property
+    def fed(self) -> int:
+        """Characters that have come."""
+        return self._reader.fed
+
+    @property
+    def settled(self) -> int:
+        """Characters that nothing which still comes will change: their events are there."""
+        return self._reader.fed if self.ended else self._reader.settled
+
+    def push(self, text: str, *, hidden: bool = False) -> None:
+        """The next text; a hidden one is read and never told."""
+        if self.ended or not text:
+            return
+        self._reader.feed(text, hidden=hidden)
+        self.ended = not self._proceed()
+
+    def finish(self) -> None:
+        """No more text comes: what was undecided is text."""
+        if not self.ended:
+            self._reader.end()
+            self._proceed()
+
+    def _proceed(self) -> bool:
+        """Whether the grammar wants more."""
+        for _ in self._steps:
+            return True
+        return False
+
+
+def _answer(reader: Reader, calls: Calls, reasoning: ReasoningOptions | None, tools: ToolOptions | None) -> Steps[None]:
+    if reasoning is not None:
+        yield from read_reasoning(reader, reasoning)
+    if tools is not None:
+        yield from tool_format(tools.format).read(reader, calls)
+    else:
+        yield from reader.rest(Kind.CONTENT)

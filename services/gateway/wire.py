@@ -15,9 +15,11 @@ from typing import NamedTuple
 from protos import common_pb2, engine_pb2, gateway_pb2
 from services.common.errors import TriptychError, from_code_number
 from services.gateway.request import (
+    Constraint,
     Finish,
     FinishReason,
     GenerateSpec,
+    PooledVector,
     Position,
     SamplingParams,
     TokenLogprob,
@@ -28,6 +30,7 @@ from services.gateway.vocabulary import Vocabulary
 CONTRACT_VERSION = 1
 LOGPROB_FLOOR = -9999.0
 _FINISH = tuple(FinishReason)
+_POOLING = {"mean": common_pb2.POOLING_MEAN, "last": common_pb2.POOLING_LAST}
 
 
 class WireError(Exception):
@@ -154,6 +157,11 @@ def positions(message: common_pb2.Logprobs) -> list[Position]:
     return result
 
 
+def pooled(message: engine_pb2.PooledOutput) -> PooledVector:
+    """The vector of a request that asked for one."""
+    return PooledVector(_floats(message.values_f32le, "values_f32le"))
+
+
 def failure(message: common_pb2.Failure) -> TriptychError:
     """The error that travelled inside the stream."""
     return from_code_number(
@@ -233,6 +241,25 @@ def sampling(params: SamplingParams) -> common_pb2.SamplingParams:
         message.prompt_logprobs = params.prompt_logprobs
     if params.num_speculative_tokens is not None:
         message.num_speculative_tokens = params.num_speculative_tokens
+    if params.constraint is not None:
+        message.constraint.CopyFrom(constraint(params.constraint))
+    return message
+
+
+def constraint(wanted: Constraint) -> common_pb2.Constraint:
+    """What the output must follow."""
+    message = common_pb2.Constraint()
+    match wanted.kind:
+        case "json_schema":
+            message.json_schema = wanted.text
+        case "regex":
+            message.regex = wanted.text
+        case "lark":
+            message.lark = wanted.text
+        case "json_object":
+            message.json_object = True
+    if wanted.starts_after:
+        message.starts_after.ids.extend(wanted.starts_after)
     return message
 
 
@@ -262,6 +289,8 @@ def submit(
         message.deadline_ms = deadline_ms
     if spec.traceparent is not None:
         message.traceparent = spec.traceparent
+    if spec.pooling is not None:
+        message.pooling = _POOLING[spec.pooling]
     return engine_pb2.AttachRequest(submit=message)
 
 

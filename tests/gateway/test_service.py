@@ -107,15 +107,6 @@ async def test_what_is_wrong_or_not_built_is_refused_by_name() -> None:
         assert isinstance(await refusal(generate(gateway_pb2.GenerateRequest())), InvalidArgument)
         assert isinstance(await refusal(generate(gateway_pb2.GenerateRequest(text=""))), InvalidArgument)
         assert isinstance(await refusal(chat(gateway_pb2.ChatRequest())), InvalidArgument)
-        constraint = SAMPLING(constraint=common_pb2.Constraint(regex="a"))
-        refused = await refusal(generate(gateway_pb2.GenerateRequest(text="x", sampling=constraint)))
-        assert isinstance(refused, Unimplemented)
-        assert refused.field == "sampling.constraint"
-        tools = await refusal(chat(gateway_pb2.ChatRequest(messages=[USER], tools_json='[{"type":"function"}]')))
-        assert isinstance(tools, Unimplemented)
-        assert tools.field == "tools_json"
-        prompt_logprobs = gateway_pb2.ChatRequest(messages=[USER], sampling=SAMPLING(prompt_logprobs=1))
-        assert isinstance(await refusal(chat(prompt_logprobs)), Unimplemented)
         nameless = gateway_pb2.ChatMessage(role="assistant", tool_calls=[gateway_pb2.ToolCall(arguments="{}")])
         assert isinstance(await refusal(chat(gateway_pb2.ChatRequest(messages=[nameless]))), InvalidArgument)
         image = gateway_pb2.ChatMessage(role="user", content=[gateway_pb2.ContentPart(image_url="data:,")])

@@ -1,0 +1,92 @@
+"""Deltas of a running request as messages of GatewayService."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from protos import gateway_pb2
+from services.gateway import wire
+from services.gateway.front import Running
+from services.gateway.request import Delta, ResponseOptions, ToolCallDelta
+
+
+async def generated(running: Running, options: ResponseOptions) -> AsyncIterator[gateway_pb2.GenerateResponse]:
+    """The answers to a Generate."""
+    vocabulary = running.model.text.vocabulary
+    async for delta, first, last in _deltas(running, stream=options.stream):
+        message = gateway_pb2.GenerateResponse(
+            index=delta.choice,
+            first_index=delta.first_index,
+            text=delta.text,
+            token_ids=delta.token_ids if options.return_token_ids else (),
+            logprobs=wire.token_logprobs(vocabulary, delta.logprobs),
+        )
+        _frame(message, running, delta, first=first, last=last)
+        yield message
+
+
+async def answered(running: Running, options: ResponseOptions) -> AsyncIterator[gateway_pb2.ChatResponse]:
+    """The answers to a Chat."""
+    vocabulary = running.model.text.vocabulary
+    begun: set[int] = set()
+    async for delta, first, last in _deltas(running, stream=options.stream):
+        message = gateway_pb2.ChatResponse(
+            index=delta.choice,
+            first_index=delta.first_index,
+            role=None if delta.choice in begun else "assistant",
+            content=delta.text,
+            reasoning_content=delta.reasoning,
+            tool_calls=[_call(piece) for piece in delta.tool_calls],
+            token_ids=delta.token_ids if options.return_token_ids else (),
+            logprobs=wire.token_logprobs(vocabulary, delta.logprobs),
+        )
+        begun.add(delta.choice)
+        _frame(message, running, delta, first=first, last=last)
+        yield message
+
+
+def _call(piece: ToolCallDelta) -> gateway_pb2.ToolCall:
+    return gateway_pb2.ToolCall(index=piece.index, id=piece.id, name=piece.name, arguments=piece.arguments)
+
+
+async def _deltas(running: Running, *, stream: bool) -> AsyncIterator[tuple[Delta, bool, bool]]:
+    """(delta, whether it is the first, whether it is the last); without streaming one delta per choice."""
+    if not stream:
+        deltas = await running.whole()
+        for number, delta in enumerate(deltas):
+            yield delta, number == 0, number == len(deltas) - 1
+        return
+    left = running.spec.sampling.n
+    first = True
+    try:
+        async with aclosing(running.deltas()) as source:
+            async for delta in source:
+                left -= delta.finish is not None
+                yield delta, first, not left
+                first = False
+    finally:
+        running.close()
+
+
+def _frame(
+    message: gateway_pb2.GenerateResponse | gateway_pb2.ChatResponse,
+    running: Running,
+    delta: Delta,
+    *,
+    first: bool,
+    last: bool,
+) -> None:
+    """What only the first and the last message of a choice or request carry."""
+    if delta.finish is not None:
+        message.finish.CopyFrom(wire.finish(delta.finish))
+    if first:
+        message.started.token = running.token
+        message.started.request_id = running.spec.request_id
+        message.started.model = running.spec.model
+        message.started.created_s = running.created_s
+        if running.prompt_logprobs:
+            vocabulary = running.model.text.vocabulary
+            message.prompt_logprobs.extend(wire.token_logprobs(vocabulary, running.prompt_logprobs))
+    if last:
+        message.usage.CopyFrom(wire.usage(running.usage))

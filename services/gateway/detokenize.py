@@ -3,8 +3,10 @@
 A detokenizer takes the ids of one choice in order and gives the text that each one completed. An
 id is *released* with its text; released texts come in the order of the ids, one per id.
 
-    ids        41   f0   9f   94   a5   20
-    released  "a"  ""   ""   ""  "🔥" " "      the character belongs to the id that completes it
+    ids        41   f0   9f   94   a5            20
+    released  "a"                 "" "" "" "🔥"  " "      the character belongs to the id that completes it
+
+An id is held as long as its last character is not complete, so that no text comes without its id.
 
 The texts joined equal the tokenizer's own decoding of all ids, wherever the stream is cut.
 """
@@ -27,8 +29,8 @@ class Detokenizer(Protocol):
         """Takes an id; gives the texts of the oldest ids that were not yet released, one per id."""
         ...
 
-    def finish(self) -> tuple[Sequence[str], str]:
-        """Texts of the ids that are still held, and what a broken last character adds after them."""
+    def finish(self) -> Sequence[str]:
+        """The texts of the ids that are still held; the last of them has what a broken last character becomes."""
         ...
 
 
@@ -41,36 +43,44 @@ def new_detokenizer(vocabulary: Vocabulary, *, skip_special_tokens: bool) -> Det
 
 
 class ByteDetokenizer:
-    """Byte-level BPE: the bytes of all ids, read as UTF-8. Each id is released when it comes."""
+    """Byte-level BPE: the bytes of all ids, read as UTF-8. Ids are held only within a character."""
 
-    __slots__ = ("_fragments", "_pending", "_skipped")
+    __slots__ = ("_fragments", "_held", "_pending", "_skipped")
 
     def __init__(self, vocabulary: Vocabulary, skipped: frozenset[int]) -> None:
         self._fragments = vocabulary.fragments
         self._skipped = skipped
         self._pending = b""
+        self._held: list[str] = []  # what ids have completed, of which the last goes on
 
     def push(self, token_id: int) -> Sequence[str]:
-        """Takes an id; gives the text that it completes."""
+        """Takes an id; gives the texts of the ids whose text is now known."""
         if token_id in self._skipped or not 0 <= token_id < len(self._fragments):
-            return ("",)
-        fragment = self._fragments[token_id]
+            fragment: str | bytes | int = b""
+        else:
+            fragment = self._fragments[token_id]
+        if not self._pending and isinstance(fragment, str):
+            return (fragment,)
         if isinstance(fragment, str):
-            if not self._pending:
-                return (fragment,)
             fragment = fragment.encode()
         elif isinstance(fragment, int):
-            return ("",)
+            fragment = b""
         data = self._pending + fragment
         text, used = utf_8_decode(data, "replace", False)
         self._pending = data[used:]
-        return (text,)
+        self._held.append(text)
+        return () if self._pending else self._release()
 
-    def finish(self) -> tuple[Sequence[str], str]:
-        """What an incomplete last character becomes."""
-        tail = self._pending.decode("utf-8", "replace")
-        self._pending = b""
-        return (), tail
+    def finish(self) -> Sequence[str]:
+        """What an incomplete last character becomes belongs to the last id."""
+        if self._pending:
+            self._held[-1] += self._pending.decode("utf-8", "replace")
+            self._pending = b""
+        return self._release()
+
+    def _release(self) -> Sequence[str]:
+        texts, self._held = self._held, []
+        return texts
 
 
 class PieceDetokenizer:
@@ -112,9 +122,9 @@ class PieceDetokenizer:
         texts.append(self._stripped(text))
         return texts
 
-    def finish(self) -> tuple[Sequence[str], str]:
+    def finish(self) -> Sequence[str]:
         """The texts of a last run."""
-        return (self._end_run() if self._run else ()), ""
+        return self._end_run() if self._run else ()
 
     def _text(self, token_id: int) -> str:
         if not self._started:

@@ -134,7 +134,7 @@ class ChoicePipeline:
 
     def _delta(self, text: str) -> Delta:
         spans = self._ready
-        ids = tuple([span.token_id for span in spans if span.token_id is not None])
+        ids = tuple([span.token_id for span in spans])
         delta = Delta(
             self._choice,
             self._emitted,
@@ -142,7 +142,7 @@ class ChoicePipeline:
             ids,
             tuple([self._positions.popleft() for _ in ids]) if self._positions else (),
             self.finish,
-            _texts(spans),
+            tuple([span.text for span in spans]),
         )
         self._ready = []
         self._echo = ""
@@ -166,7 +166,7 @@ class ChoicePipeline:
             return self._release(self._scanner.released())
         if not self._release(self._scanner.cut(match)):
             self._finish(Finish(FinishReason.STOP_STRING, stop_string=match.stop))
-        self._received = self._emitted + sum(span.token_id is not None for span in self._ready)
+        self._received = self._emitted + len(self._ready)
         return True
 
     def _release(self, spans: Iterable[Span]) -> bool:
@@ -178,7 +178,7 @@ class ChoicePipeline:
             self._answer.push(span)
             if self._answer.ended:
                 self._finish(Finish(FinishReason.TOOL_CALLS))
-                self._received = self._emitted + sum(span.token_id is not None for span in self._ready)
+                self._received = self._emitted + len(self._ready)
                 return True
         self._ready.extend(self._answer.released())
         return False
@@ -193,12 +193,9 @@ class ChoicePipeline:
         self.finish = finish
 
     def _end(self, reason: FinishReason, last: Sequence[int], silent: Sequence[int]) -> None:
-        texts, tail = self._detokenizer.finish()
-        spans = [Span(self._unreleased.popleft(), text) for text in texts]
-        if tail:
-            spans.append(Span(None, tail))
-        if any(self._accept(span) for span in spans):
-            return
+        for text in self._detokenizer.finish():
+            if self._accept(Span(self._unreleased.popleft(), text)):
+                return
         if self._scanner is not None and self._release(self._scanner.drain()):
             return
         stop_token_id = last[0] if reason is FinishReason.STOP_ID and last else None
@@ -218,7 +215,7 @@ class _Answer:
 
     def __init__(self, vocabulary: Vocabulary, options: TextOptions) -> None:
         self._parser = AnswerParser(options.reasoning, options.tools)
-        self._marks: Mapping[int | None, str] = {
+        self._marks: Mapping[int, str] = {
             token_id: vocabulary.added_text(token_id)
             for token_id in options.kept_ids
             if options.skip_special_tokens and token_id in vocabulary.special_ids
@@ -276,14 +273,3 @@ def _joined_calls(pieces: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
         ToolCallDelta(index, "".join([piece.arguments for piece in same]), same[0].id, same[0].name)
         for index, same in joined.items()
     )
-
-
-def _texts(spans: Sequence[Span]) -> tuple[str, ...]:
-    """The text of each token; text without a token of its own goes to the token before it."""
-    texts: list[str] = []
-    for span in spans:
-        if span.token_id is not None:
-            texts.append(span.text)
-        elif texts:
-            texts[-1] += span.text
-    return tuple(texts)

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """A token and the text that it completed; no token where a broken last character became text."""
+    """A token and the text that it completed."""
 
-    token_id: int | None
+    token_id: int
     text: str
 
 
@@ -103,7 +103,7 @@ class StopScanner:
 
     def push(self, span: Span) -> StopMatch | None:
         """Takes a token; gives the match that it completes. Afterwards call `released` or `cut`."""
-        self._tokens += span.token_id is not None
+        self._tokens += 1
         self._held.append(span)
         self._held_text += len(span.text)
         return self._scan(span.text)

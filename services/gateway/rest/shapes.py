@@ -126,8 +126,7 @@ class CompletionLogprobs:
             return []
         detokenizer = new_detokenizer(self._vocabulary, skip_special_tokens=False)
         texts = [text for token_id in ids for text in detokenizer.push(token_id)]
-        rest, _ = detokenizer.finish()
-        return [*texts, *rest]
+        return [*texts, *detokenizer.finish()]
 
     def _add(self, entries: _Columns, token_id: int, text: str, position: Position) -> None:
         entries.tokens.append(self._name(token_id))

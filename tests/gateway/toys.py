@@ -16,6 +16,25 @@ CHATML = (
     "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+THINKING = """{%- if tools %}{{- '<|im_start|>system\\n' }}
+    {%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}
+{%- if documents %}{{- 'documents: ' + documents | tojson }}{%- endif %}
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\\n' }}
+    {%- if m.reasoning_content %}{{- '<think>\\n' + m.reasoning_content + '\\n</think>\\n' }}{%- endif %}
+    {{- m.content }}
+    {%- for call in m.tool_calls %}
+        {{- '\\n<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- else %}{{- '<think>\\n' }}{%- endif %}
+{%- endif %}
+"""
+"""As Qwen 3 has it, shorter: tools, calls, reasoning that the prompt begins, and a switch for it."""
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
 def byte_level() -> Tokenizer:
@@ -29,6 +48,13 @@ def byte_level() -> Tokenizer:
     )
     tokenizer.train_from_iterator(WORDS, trainer)
     tokenizer.add_tokens([AddedToken("<tool>", special=False), AddedToken("ß→", special=False)])
+    return tokenizer
+
+
+def marked() -> Tokenizer:
+    """The same, with the marks of reasoning and calls as special tokens."""
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(list(MARKS))
     return tokenizer
 
 
@@ -87,8 +113,8 @@ KINDS = {
 
 @functools.cache
 def tokenizer(kind: str) -> Tokenizer:
-    """One of KINDS, made once."""
-    return KINDS[kind]()
+    """One of KINDS, or "marked", made once."""
+    return marked() if kind == "marked" else KINDS[kind]()
 
 
 @functools.cache
@@ -107,9 +133,9 @@ def ids(kind: str, text: str) -> tuple[int, ...]:
     return tuple(tokenizer(kind).encode(text, add_special_tokens=False).ids)
 
 
-def files(kind: str = "byte_level", **changes: object) -> Mapping[str, bytes]:
+def files(kind: str = "byte_level", template: str = CHATML, **changes: object) -> Mapping[str, bytes]:
     """The text files of a toy model; `changes` go into generation_config.json."""
-    config = {"eos_token": "<|im_end|>", "bos_token": {"content": "<|im_start|>"}, "chat_template": CHATML}
+    config = {"eos_token": "<|im_end|>", "bos_token": {"content": "<|im_start|>"}, "chat_template": template}
     return {
         "tokenizer.json": tokenizer(kind).to_str().encode(),
         "tokenizer_config.json": json.dumps(config).encode(),

@@ -1,4 +1,4 @@
-"""`triptych serve [MODEL]`: worker, engine and gateway on this machine, until Ctrl-C or SIGTERM.
+"""`triptych serve [MODEL]`: worker, engine and gateways on this machine, until Ctrl-C or SIGTERM.
 
 Every knob of the three roles is an option here. A knob that only one role has goes by its own name
 (--max-num-seqs), one that several have sets all of them (--log-level) or one (--worker-log-level).
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from services.cli import client
 from services.common.settings import Parser, Settings, SettingsError, argument, option
@@ -25,29 +25,43 @@ from services.worker.config import WorkerSettings
 
 ROLES: dict[str, type[Settings]] = {"gateway": GatewaySettings, "engine": EngineSettings, "worker": WorkerSettings}
 
-_WIRED = {"worker": {"listen", "model"}, "engine": {"listen", "worker"}, "gateway": {"engine"}}
-"""Knobs that the cluster sets: the addresses between the roles, and the model."""
+PRIVATE_PORT = 9103
+"""The first of several gateways has this private port unless told otherwise, the second the next one."""
+
+_WIRED = {"worker": {"listen", "model"}, "engine": {"listen", "worker"}, "gateway": {"engine", "reuse_port"}}
+"""Knobs that the cluster sets: the addresses between the roles, the model, and who shares a port."""
 
 _OF_ONE_PROCESS = {"name", "metrics_port"}
 """Knobs that make no sense with one value for several processes."""
 
 _MODEL_HELP = "GGUF file or Hugging Face folder; the demo model if left out"
+_MOST_GATEWAYS = 64
 _POLL_S = 0.2
 _ECHO_S = 0.5
 
 
+class Asked(NamedTuple):
+    """What the command line asks for; `knobs` is what it gave of each role's."""
+
+    model: str
+    ask: str
+    gateways: int
+    knobs: dict[str, dict[str, Any]]
+
+
 def main(command: str, argv: Sequence[str]) -> int:
     """Serves until a signal. Status 1 when a process of the cluster ends by itself."""
-    model, ask, knobs = parse(argv, f"triptych {command}")
+    asked = parse(argv, f"triptych {command}")
     stop = _stop_at_signal()
     try:
-        cluster = _cluster(model, knobs)
-        print("Starting worker, engine and gateway", flush=True)
+        cluster = _cluster(asked)
+        print(f"Starting {', '.join(cluster.roles[:-1])} and {cluster.roles[-1]}", flush=True)
         cluster.start(stop)
         try:
-            _greet(cluster, ask, stop)
+            _greet(cluster, asked.ask, stop)
             while not stop.wait(_POLL_S):
-                cluster.check()
+                for said in cluster.mend():
+                    print(f"triptych {command}: {said}", file=sys.stderr, flush=True)
             print("Stopping", flush=True)
         finally:
             cluster.stop()
@@ -59,10 +73,13 @@ def main(command: str, argv: Sequence[str]) -> int:
     return 0
 
 
-def parse(argv: Sequence[str], prog: str) -> tuple[str, str, dict[str, dict[str, Any]]]:
-    """The model's path, the question to ask and each role's knobs as given. Raises SettingsError."""
+def parse(argv: Sequence[str], prog: str) -> Asked:
+    """Reads the command line. Raises SettingsError."""
     given = vars(build_parser(prog).parse_args(list(argv)))
     model, ask, config = (given.pop(name, "") for name in ("model", "ask", "config"))
+    gateways = given.pop("gateways", 1)
+    if not 1 <= gateways <= _MOST_GATEWAYS:
+        raise SettingsError(f"--gateways: must be from 1 to {_MOST_GATEWAYS}, not {gateways}")
     if model and not Path(model).exists():
         raise SettingsError(f"MODEL: nothing lies at {model!r}; name a GGUF file or a Hugging Face folder")
     knobs: dict[str, dict[str, Any]] = {role: {} for role in ROLES}
@@ -74,7 +91,7 @@ def parse(argv: Sequence[str], prog: str) -> tuple[str, str, dict[str, dict[str,
         if config:
             knobs[role]["config"] = config
         cls.resolve(knobs[role])
-    return model, ask, knobs
+    return Asked(model, ask, gateways, knobs)
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
@@ -84,6 +101,9 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     parser.usage = f"{prog} [MODEL] [OPTION…]"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL_HELP)
     parser.add_argument("--ask", metavar="TEXT", help="ask this once the cluster is ready, and print the answer")
+    parser.add_argument(
+        "--gateways", metavar="N", type=int, help="gateway processes on the same two ports (default: 1)"
+    )
     parser.add_argument("--config", metavar="FILE", help="settings file (TOML) with a table per role")
     shared = parser.add_argument_group("several roles", "also for one of them, as in --worker-log-level")
     groups = {role: parser.add_argument_group(role) for role in ROLES}
@@ -103,25 +123,31 @@ def _argument(role: str, name: str) -> dict[str, Any]:
     return argument(ROLES[role], name, ROLES[role].model_fields[name])
 
 
-def _cluster(model: str, knobs: dict[str, dict[str, Any]]) -> Cluster:
+def _cluster(asked: Asked) -> Cluster:
+    knobs = asked.knobs
     gateway = GatewaySettings.resolve(knobs["gateway"])
     worker = WorkerSettings.resolve(knobs["worker"])
-    model = model or worker.model
+    model = asked.model or worker.model
     if not model and EngineSettings.resolve(knobs["engine"]).served_model_name is None:
         knobs["engine"]["served_model_name"] = "simulated" if worker.simulated else demo.NAME
     if not model and not worker.simulated:
         model = str(demo.fetch())
     for role, cls in (("engine", EngineSettings), ("worker", WorkerSettings)):
         knobs[role]["metrics_port"] = cls.resolve(knobs[role]).metrics_port
+    private_port = gateway.private_port
+    if private_port is None and asked.gateways > 1:
+        private_port = PRIVATE_PORT
+    private = {"name": gateway.name, "private_host": gateway.private_host, "private_port": private_port}
     return Cluster(
         model=model,
+        gateways=asked.gateways,
         host=gateway.host,
         http_port=gateway.http_port,
         grpc_port=gateway.grpc_port,
         drain_s=gateway.drain_s,
         worker=knobs["worker"],
         engine=knobs["engine"],
-        gateway=knobs["gateway"],
+        gateway={**knobs["gateway"], **private},
     )
 
 
@@ -149,6 +175,8 @@ def _stop_at_signal() -> threading.Event:
 
 def _greet(cluster: Cluster, ask: str, stop: threading.Event) -> None:
     print(f"Ready. REST (OpenAI API) at {cluster.http_url}/v1, gRPC at {cluster.grpc_address}", flush=True)
+    for name, address in cluster.private_addresses.items():
+        print(f"{name}: health and metrics at http://{address}", flush=True)
     if ask:
         print(f"\n> {ask}", flush=True)
         client.run(client.answer(cluster.grpc_address, ask, stop.is_set))

@@ -30,21 +30,21 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _TextFormatter(logging.Formatter):
-    def __init__(self, role: str) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self._role = role
+        self._name = name
 
     def format(self, record: logging.LogRecord) -> str:
         fields = " ".join(f"{key}={value}" for key, value in record.__dict__.get("fields", {}).items())
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        line = f"{clock} {self._role:<7} {record.levelname.lower():<7} {record.getMessage()} {fields}".rstrip()
+        line = f"{clock} {self._name:<7} {record.levelname.lower():<7} {record.getMessage()} {fields}".rstrip()
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 def configure(role: str, name: str, level: str, style: str) -> None:
     """Sets the process's logging up once. `level` is a logging level name, `style` is "json" or "text"."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter(role, name) if style == "json" else _TextFormatter(role))
+    handler.setFormatter(_JsonFormatter(role, name) if style == "json" else _TextFormatter(name))
     root = logging.getLogger(_ROOT)
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

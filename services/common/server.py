@@ -136,10 +136,10 @@ def _stream(behaviour: Callable[..., Any], method: str) -> Callable[..., AsyncIt
 
 
 class Server:
-    """A gRPC server on one or more addresses. Servicers are added before `start`."""
+    """A gRPC server on one or more addresses. `options` go before ours. Servicers are added before `start`."""
 
     def __init__(self, addresses: Sequence[str], *, options: Sequence[tuple[str, int]] = ()) -> None:
-        self.grpc = grpc.aio.server(interceptors=[_ErrorInterceptor()], options=[*_SERVER_OPTIONS, *options])
+        self.grpc = grpc.aio.server(interceptors=[_ErrorInterceptor()], options=[*options, *_SERVER_OPTIONS])
         self._health = health.aio.HealthServicer()
         self._services: list[str] = [health.SERVICE_NAME, reflection.SERVICE_NAME]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)

@@ -30,13 +30,14 @@ _log = Log("gateway")
 
 
 class Gateway:
-    """One gateway: the way to its engine, and two servers in front of it."""
+    """One gateway: the way to its engine, two servers in front of it, and a private one at its side."""
 
     def __init__(self, settings: GatewaySettings, http_socket: socket.socket, version: str) -> None:
         self.settings = settings
         texts = TextSettings(settings.tool_parser, settings.reasoning_parser, settings.allow_chat_template)
         self.models = Models(settings.tokenizer_threads, texts)
         self.metrics = GatewayMetrics()
+        self.metrics.introduce(settings.name, version)
         self.router = Router(
             settings.engine,
             name=settings.name,
@@ -51,7 +52,11 @@ class Gateway:
             renderer, version, self._scrape, metrics.CONTENT_TYPE, settings.max_body_bytes, self.metrics.http_answered
         )
         self.http = HttpServer(asgi.application(site), http_socket)
-        self.server = Server([_address(settings.host, settings.grpc_port)])
+        self.private: HttpServer | None = None
+        if settings.private_port is not None:
+            self.private = HttpServer(asgi.private(site), bind(settings.private_host, settings.private_port))
+        shared = [("grpc.so_reuseport", int(settings.reuse_port))]
+        self.server = Server([_address(settings.host, settings.grpc_port)], options=shared)
         service.GatewayService(self.front).add_to(self.server)
         facade.OpenAiRest(renderer).add_to(self.server)
         self._tasks: list[asyncio.Task[None]] = []
@@ -65,6 +70,9 @@ class Gateway:
         """Listens, and begins to look for the engine."""
         await self.server.start(service.SERVICE, facade.SERVICE)
         await self.http.start()
+        if self.private is not None:
+            await self.private.start()
+            _log.info("listening privately", port=self.private.port)
         self._tasks = [asyncio.create_task(self.router.run()), asyncio.create_task(self._watch_readiness())]
         _log.info("listening", http_port=self.http.port, grpc_port=self.grpc_port, engine=self.settings.engine)
 
@@ -106,6 +114,8 @@ class Gateway:
         await self.router.close()
         await self.http.stop()
         await self.server.stop(0.2)
+        if self.private is not None:
+            await self.private.stop()
         self.models.close()
 
 
@@ -116,10 +126,10 @@ def _address(host: str, port: int) -> str:
 async def serve(settings: GatewaySettings) -> int:
     """Runs a gateway until a signal asks it to end."""
     try:
-        http_socket = bind(settings.host, settings.http_port)
+        http_socket = bind(settings.host, settings.http_port, shared=settings.reuse_port)
         gateway = Gateway(settings, http_socket, release())
     except (OSError, RuntimeError) as error:
-        _log.error("cannot listen", host=settings.host, http_port=settings.http_port, reason=str(error))
+        _log.error("cannot listen", reason=str(error))
         return 1
     await gateway.start()
     asked = asyncio.create_task(wait_for_signal())

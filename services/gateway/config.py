@@ -18,6 +18,12 @@ class GatewaySettings(Settings):
     host: str = knob("127.0.0.1", "address that clients reach, for HTTP and gRPC")
     http_port: int = knob(8000, "port of the REST API; 0 takes any free one", ge=0, le=65535)
     grpc_port: int = knob(50051, "port of the gRPC API; 0 takes any free one", ge=0, le=65535)
+    reuse_port: bool = knob(False, "share both ports with other gateways; the kernel spreads connections over them")
+
+    private_host: str = knob("127.0.0.1", "address of the private port")
+    private_port: int | None = knob(
+        None, "port for health and metrics of this process alone; 0 takes any free one; by default none", ge=0, le=65535
+    )
 
     tokenizer_threads: int = knob(2, "threads that turn text into ids and render chat templates", ge=1, le=256)
     tool_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "mistral_named"] = knob(

@@ -113,6 +113,11 @@ class GatewayMetrics(HttpMetrics):
         self.aborts = Gauge("triptych:gateway_aborts", "Aborts sent to the engine.", registry=registry)
         self.ready = Gauge("triptych:gateway_ready", "1 while requests can run.", registry=registry)
 
+    def introduce(self, name: str, version: str) -> None:
+        """Which process this is, as labels of a gauge that is always 1."""
+        info = Gauge("triptych:gateway_info", "This process.", ("gateway", "version"), registry=self.registry)
+        info.labels(name, version).set(1)
+
     def watch(self, spec: GenerateSpec, engine: str, arrived: float) -> RequestTimer:
         """Begins to time a request that arrived at `arrived` (time.monotonic)."""
         return RequestTimer(self, spec, engine, arrived)

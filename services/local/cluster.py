@@ -1,10 +1,11 @@
-"""Worker, engine and gateway as child processes of this one, with sockets between them.
+"""Worker, engine and one or more gateways as child processes of this one, with sockets between them.
 
     with Cluster(model="…", worker={"threads": 1}, engine={"num_blocks": 64}) as cluster:
         cluster.http_url, cluster.grpc_address
 
 A knob is named as in the role's settings; the role itself checks name and value. The roles speak
-over unix sockets in a private folder with a short path, clients over TCP.
+over unix sockets in a private folder with a short path, clients over TCP. Several gateways listen
+on the same two ports; each is known by a private port of its own.
 """
 
 from __future__ import annotations
@@ -21,15 +22,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 from services.common.settings import FILE_VARIABLE, option
-
-ROLES = ("worker", "engine", "gateway")
-"""In the order that they are started; they are stopped in the reverse order."""
 
 CHILD = (sys.executable, "-P", "-m", "services.local.child")
 """The command that runs a module as our child; services.local.child says with which arguments.
@@ -39,6 +37,7 @@ CHILD = (sys.executable, "-P", "-m", "services.local.child")
 _SOCKET_ROOM = 40
 _POLL_S = 0.05
 _MARGIN_S = 2.0
+_SHORT_LIFE_S = 5.0
 
 
 class ClusterError(Exception):
@@ -52,6 +51,7 @@ class Cluster:
         self,
         *,
         model: str | Path = "",
+        gateways: int = 1,
         host: str = "127.0.0.1",
         http_port: int = 0,
         grpc_port: int = 0,
@@ -63,7 +63,10 @@ class Cluster:
         ready_s: float = 120.0,
         drain_s: float = 10.0,
     ) -> None:
-        """Ports of 0 mean free ones. `log` takes the children's standard error, ours by default."""
+        """Ports of 0 mean free ones; where several gateways have private ports, they are `private_port` and the next.
+
+        `log` takes the children's standard error, ours by default.
+        """
         self.host = host
         self.http_port = http_port or free_port(host)
         self.grpc_port = grpc_port or free_port(host)
@@ -76,12 +79,29 @@ class Cluster:
         self._metrics_ports = {
             role: int(self._knobs[role].get("metrics_port") or free_port()) for role in ("worker", "engine")
         }
+        self._shares = gateways > 1
+        name = self._knobs["gateway"].get("name", "gateway")
+        self._names = {f"gateway-{i}": f"{name}-{i}" for i in range(gateways)} if self._shares else {"gateway": name}
+        self._private_ports = self._choose_private_ports()
         self._environ = dict(environ or {})
         self._log = log
         self._ready_s = ready_s
         self._drain_s = drain_s
         self.folder = Path()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._started: dict[str, float] = {}
+        self._reserved: list[socket.socket] = []
+
+    def _choose_private_ports(self) -> dict[str, int]:
+        asked = self._knobs["gateway"].get("private_port")
+        if asked is None and not self._shares:
+            return {}
+        return {role: int(asked) + i if asked else free_port() for i, role in enumerate(self._names)}
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The processes in the order that they are started; they are stopped in the reverse order."""
+        return ("worker", "engine", *self._names)
 
     @property
     def http_url(self) -> str:
@@ -93,11 +113,21 @@ class Cluster:
         """Where the gRPC API is."""
         return f"{_reachable(self.host)}:{self.grpc_port}"
 
+    @property
+    def private_addresses(self) -> dict[str, str]:
+        """host:port of each gateway's private port, by the gateway's name."""
+        return {self._names[role]: f"{self._private_host}:{port}" for role, port in self._private_ports.items()}
+
+    @property
+    def _private_host(self) -> str:
+        return _reachable(self._knobs["gateway"].get("private_host", "127.0.0.1"))
+
     def metrics_url(self, role: str) -> str:
         """Where Prometheus scrapes a role."""
-        return (
-            f"{self.http_url}/metrics" if role == "gateway" else f"http://127.0.0.1:{self._metrics_ports[role]}/metrics"
-        )
+        if role in self._metrics_ports:
+            return f"http://127.0.0.1:{self._metrics_ports[role]}/metrics"
+        private = self._private_ports.get(role)
+        return f"{self.http_url}/metrics" if private is None else f"http://{self._private_host}:{private}/metrics"
 
     def pid(self, role: str) -> int:
         """Process id of a role."""
@@ -105,22 +135,33 @@ class Cluster:
 
     def start(self, give_up: threading.Event | None = None) -> None:
         """Starts all roles and returns when the cluster answers. Raises ClusterError, and has then stopped."""
-        for name, port in (("http_port", self.http_port), ("grpc_port", self.grpc_port)):
-            if _taken(self.host, port):  # else whoever listens there would be taken for ours
-                raise ClusterError(f"{option(name)}: something listens on {self.host}:{port} already")
-        self.folder = _runtime_folder()
         try:
-            for role in ROLES:
+            self._take_ports()
+            self.folder = _runtime_folder()
+            for role in self.roles:
                 self.start_role(role)
             self._wait_ready(give_up or threading.Event())
         except BaseException:
             self.stop(drain_s=0)
             raise
 
+    def _take_ports(self) -> None:
+        """Raises where somebody listens, who would be taken for ours; keeps ports that several of ours share."""
+        named = {"http_port": self.http_port, "grpc_port": self.grpc_port}
+        for name, port in named.items():
+            if _taken(self.host, port):
+                raise ClusterError(f"{option(name)}: something listens on {self.host}:{port} already")
+            if self._shares:
+                self._reserved.append(_reserve(self.host, port))
+        for port in self._private_ports.values():
+            if _taken(self._private_host, port):
+                raise ClusterError(f"--private-port: something listens on {self._private_host}:{port} already")
+
     def start_role(self, role: str) -> None:
         """Starts one role, for the first time or after it ended."""
+        self._started[role] = time.monotonic()
         self._processes[role] = subprocess.Popen(
-            [*CHILD, str(self.folder), f"services.{role}", *self._arguments(role)],
+            [*CHILD, str(self.folder), f"services.{_module(role)}", *self._arguments(role)],
             stdin=subprocess.PIPE,
             stderr=self._log,
             env={**os.environ, **self._environ},
@@ -129,11 +170,7 @@ class Cluster:
 
     def kill(self, role: str) -> None:
         """Ends one role at once, as a crash would."""
-        process = self._processes[role]
-        process.kill()
-        process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
+        _end(self._processes[role])
 
     def check(self) -> None:
         """Raises ClusterError when a process has ended."""
@@ -141,28 +178,39 @@ class Cluster:
             if (status := process.poll()) is not None:
                 raise ClusterError(f"the {role} ended {_how(status)}; its log stands above")
 
+    def mend(self) -> list[str]:
+        """Starts a gateway again that ended beside others, and says so; raises as `check` does for all else.
+
+        One that ended right after its start would do so again.
+        """
+        said = []
+        for role in self._names if self._shares else ():
+            status = self._processes[role].poll()
+            if status is not None and time.monotonic() - self._started[role] > _SHORT_LIFE_S:
+                _end(self._processes[role])
+                self.start_role(role)
+                said.append(f"the {role} ended {_how(status)} and is started again")
+        self.check()
+        return said
+
     def is_ready(self) -> bool:
-        """Whether the gateway says that it can serve."""
-        connection = http.client.HTTPConnection(_reachable(self.host), self.http_port, timeout=2)
-        try:
-            connection.request("GET", "/health/ready")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+        """Whether every gateway says that it can serve."""
+        private = [(self._private_host, port) for port in self._private_ports.values()]
+        return all(_answers_ready(*address) for address in private or [(_reachable(self.host), self.http_port)])
 
     def stop(self, drain_s: float | None = None) -> None:
-        """Ends the gateway first, so that live streams finish within `drain_s`, then engine and worker."""
+        """Ends the gateways first, so that live streams finish within `drain_s`, then engine and worker."""
         patience = self._drain_s if drain_s is None else drain_s
         try:
-            for role in reversed(ROLES):
-                if role in self._processes:
-                    _ask_to_end(self._processes[role], patience)
+            for roles in (tuple(self._names), ("engine",), ("worker",)):
+                _ask_to_end([self._processes[role] for role in roles if role in self._processes], patience)
         finally:
             for process in self._processes.values():
                 _end(process)
             self._processes.clear()
+            for reserved in self._reserved:
+                reserved.close()
+            self._reserved.clear()
             if self.folder != Path():
                 shutil.rmtree(self.folder, ignore_errors=True)
                 self.folder = Path()
@@ -189,23 +237,55 @@ class Cluster:
     def _arguments(self, role: str) -> list[str]:
         worker, engine = (f"unix:{self.folder}/{name}" for name in ("worker", "engine"))
         clients = {"host": self.host, "http_port": self.http_port, "grpc_port": self.grpc_port}
+        module = _module(role)
         usual: dict[str, Any] = {"log_style": "text", "drain_s": self._drain_s}
-        usual = {name: value for name, value in usual.items() if not self._said_elsewhere(role, name)}
+        usual = {name: value for name, value in usual.items() if not self._said_elsewhere(module, name)}
         wired: dict[str, dict[str, Any]] = {
             "worker": {"listen": worker, "model": self._model},
             "engine": {"listen": engine, "worker": worker},
-            "gateway": {"engine": engine, **clients},
+            "gateway": {"engine": engine, **clients, "reuse_port": self._shares},
         }
-        if role != "gateway":
-            usual["metrics_port"] = self._metrics_ports[role]
-        given = {**usual, **self._knobs[role], **wired[role]}
+        own: dict[str, Any] = {}
+        if module != "gateway":
+            usual["metrics_port"] = self._metrics_ports[module]
+        elif role in self._private_ports:
+            own = {"name": self._names[role], "private_port": self._private_ports[role]}
+        given = {**usual, **self._knobs[module], **wired[module], **own}
         return [word for name, value in given.items() for word in _spell(name, value)]
 
-    def _said_elsewhere(self, role: str, name: str) -> bool:
+    def _said_elsewhere(self, module: str, name: str) -> bool:
         """Whether the environment names a knob, or a settings file may: both come after the command line."""
         environ = {**os.environ, **self._environ}
-        file = "config" in self._knobs[role] or FILE_VARIABLE in environ
-        return file or f"TRIPTYCH_{role}_{name}".upper() in environ
+        file = "config" in self._knobs[module] or FILE_VARIABLE in environ
+        return file or f"TRIPTYCH_{module}_{name}".upper() in environ
+
+
+def _module(role: str) -> str:
+    """The service that a process runs: the second gateway is gateway-1."""
+    return role.partition("-")[0]
+
+
+def _answers_ready(host: str, port: int) -> bool:
+    connection = http.client.HTTPConnection(host, port, timeout=2)
+    try:
+        connection.request("GET", "/health/ready")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _reserve(host: str, port: int) -> socket.socket:
+    """Holds a port that our children share, without listening: a stranger who does not share can't take it."""
+    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        held.bind((host, port))
+    except OSError as error:
+        held.close()
+        raise ClusterError(f"{host}:{port}: {error.strerror}") from None
+    return held
 
 
 def _taken(host: str, port: int) -> bool:
@@ -253,11 +333,15 @@ def _how(status: int) -> str:
     return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
 
 
-def _ask_to_end(process: subprocess.Popen[bytes], patience_s: float) -> None:
-    if process.poll() is None:
+def _ask_to_end(processes: Iterable[subprocess.Popen[bytes]], patience_s: float) -> None:
+    """All at once; what still runs after the time is left to its fate."""
+    asked = [process for process in processes if process.poll() is None]
+    for process in asked:
         process.terminate()
+    deadline = time.monotonic() + patience_s + _MARGIN_S
+    for process in asked:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience_s + _MARGIN_S)
+            process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

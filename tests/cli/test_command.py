@@ -35,6 +35,8 @@ def test_without_a_command_it_lists_them(capsys: pytest.CaptureFixture[str]) -> 
         (["serve", "--max-num-seqs=0"], "--max-num-seqs"),
         (["serve", "--engine-block-sise=4"], "did you mean '--engine-block-size'?"),
         (["serve", "/no/such/model"], "MODEL: nothing lies at '/no/such/model'"),
+        (["serve", "--gateways=0"], "--gateways: must be from 1 to 64, not 0"),
+        (["serve", "--gateways=two"], "--gateways"),
         (["chat", "--adress=x"], "did you mean '--address'?"),
         (["complete", ""], "nothing to continue"),
         (["bench", "--requests=none"], "--requests"),
@@ -54,8 +56,8 @@ def test_what_makes_no_sense_is_status_2_and_one_line(
 def test_serve_gives_each_role_its_knobs(tmp_path: Path) -> None:
     common = ["--ask=why", "--log-level=debug", "--worker-log-level=error"]
     of_roles = ["--max-num-seqs=4", "--engine-metrics-port=0", "--simulated", "--http-port=0"]
-    model, ask, knobs = serve.parse([str(tmp_path), *common, *of_roles], "serve")
-    assert (model, ask) == (str(tmp_path), "why")
+    model, ask, gateways, knobs = serve.parse([str(tmp_path), *common, *of_roles], "serve")
+    assert (model, ask, gateways) == (str(tmp_path), "why", 1)
     assert knobs["engine"] == {"max_num_seqs": "4", "log_level": "debug", "metrics_port": "0"}
     assert knobs["worker"] == {"simulated": True, "log_level": "error"}
     assert knobs["gateway"] == {"http_port": "0", "log_level": "debug"}
@@ -64,7 +66,7 @@ def test_serve_gives_each_role_its_knobs(tmp_path: Path) -> None:
 def test_serve_reads_the_settings_file_of_all_roles(tmp_path: Path) -> None:
     file = tmp_path / "triptych.toml"
     file.write_text("[engine]\nmax-num-seqs = 3\n[worker]\nthreads = 1\n")
-    _, _, knobs = serve.parse([f"--config={file}"], "serve")
+    knobs = serve.parse([f"--config={file}"], "serve").knobs
     assert {role: values["config"] for role, values in knobs.items()} == dict.fromkeys(knobs, str(file))
     file.write_text("[engine]\nmax-num-seq = 3\n")
     with pytest.raises(SettingsError, match="max_num_seqs"):
@@ -72,7 +74,7 @@ def test_serve_reads_the_settings_file_of_all_roles(tmp_path: Path) -> None:
 
 
 def test_serve_does_not_offer_what_the_cluster_sets() -> None:
-    for name in ("--listen", "--worker-listen", "--engine-worker", "--gateway-engine"):
+    for name in ("--listen", "--worker-listen", "--engine-worker", "--gateway-engine", "--reuse-port"):
         with pytest.raises(SettingsError, match="unknown option"):
             serve.parse([f"{name}=x"], "serve")
 

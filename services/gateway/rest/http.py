@@ -19,16 +19,20 @@ class _Server(uvicorn.Server):
         yield
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket's address taken early, so that a port in use is an error at start. Raises OSError."""
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A listening socket's address taken early, so that a port in use is an error at start. Raises OSError.
+
+    A `shared` port may be listened on by other processes that share it too.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
         bound.bind((host, port))
-    except OSError:
+    except OSError as error:
         bound.close()
-        raise
+        raise OSError(error.errno, f"{host}:{port}: {error.strerror}") from None
     bound.setblocking(False)
     return bound
 

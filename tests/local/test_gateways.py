@@ -1,0 +1,237 @@
+"""Several gateways on the same two ports, before one engine. Real processes and a simulated worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+import httpx
+import pytest
+
+from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
+from services.local import cluster as local
+from services.local.cluster import Cluster, ClusterError, free_port
+from tests.local.test_cluster import PATIENCE_S, children, serve, wait_for_line, wait_gone
+
+NAMES = {"gateway-0", "gateway-1"}
+SLOW = "a slow answer, " * 3
+SCRIPT = {
+    "requests": [
+        {"contains": "endless", "random": True},
+        {"contains": "slow", "text": SLOW, "delay_ms": 20},
+    ],
+    "otherwise": {"text": "hello"},
+}
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gateways") / "script.json"
+    path.write_text(json.dumps(SCRIPT))
+    return path
+
+
+@pytest.fixture(scope="module")
+def cluster(script: Path) -> Iterator[Cluster]:
+    with Cluster(gateways=2, worker={"simulated": True, "script": script, "simulated_step_us": 5000}) as running:
+        yield running
+
+
+def value(url: str, series: str) -> float:
+    with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+        lines = answer.read().decode().splitlines()
+    return float(next(line for line in lines if line.startswith(series)).rsplit(" ", 1)[1])
+
+
+def who(client: httpx.Client) -> str:
+    """The gateway at the other end of a connection that is kept open."""
+    found = re.search(r'triptych:gateway_info{gateway="([^"]+)"', client.get("/metrics").text)
+    assert found
+    return found[1]
+
+
+@contextlib.contextmanager
+def connections(url: str) -> Iterator[dict[str, httpx.Client]]:
+    """A kept connection to each gateway: the kernel chooses by the client's port, so some tries reach both."""
+    with contextlib.ExitStack() as stack:
+        reached: dict[str, httpx.Client] = {}
+        for _ in range(100):
+            client = stack.enter_context(httpx.Client(base_url=url, timeout=PATIENCE_S, verify=False))
+            reached.setdefault(who(client), client)
+            if reached.keys() == NAMES:
+                break
+        yield reached
+
+
+@dataclass
+class Stream:
+    """A live stream through a channel of its own."""
+
+    channel: grpc.aio.Channel
+    call: grpc.aio.UnaryStreamCall
+    token: bytes
+
+    @property
+    def stub(self) -> gateway_pb2_grpc.GatewayServiceStub:
+        return gateway_pb2_grpc.GatewayServiceStub(self.channel)
+
+
+@contextlib.asynccontextmanager
+async def streams(cluster: Cluster) -> AsyncIterator[dict[str, Stream]]:
+    """An endless stream through each gateway, over gRPC."""
+    async with contextlib.AsyncExitStack() as stack:
+        reached: dict[str, Stream] = {}
+        for _ in range(100):
+            options = [("grpc.use_local_subchannel_pool", 1)]  # else all channels share one connection
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(cluster.grpc_address, options))
+            before = live(cluster)
+            call = gateway_pb2_grpc.GatewayServiceStub(channel).Generate(
+                gateway_pb2.GenerateRequest(
+                    text="endless",
+                    sampling=gateway_pb2.SamplingOptions(max_tokens=2000),
+                    options=gateway_pb2.RequestOptions(stream=True),
+                )
+            )
+            first = await call.read()
+            after = live(cluster)
+            name = next(name for name in NAMES if after[name] > before[name])
+            if name in reached:
+                call.cancel()
+            else:
+                reached[name] = Stream(channel, call, first.started.token)
+            if reached.keys() == NAMES:
+                break
+        yield reached
+
+
+def wait_for_live(metrics: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not value(metrics, "triptych:gateway_live_requests"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def live(cluster: Cluster) -> dict[str, float]:
+    return {name: value(cluster.metrics_url(name), "triptych:gateway_live_requests") for name in NAMES}
+
+
+def test_both_ports_reach_both_gateways_and_each_has_a_private_one(cluster: Cluster) -> None:
+    assert cluster.private_addresses.keys() == NAMES
+    for name, address in cluster.private_addresses.items():
+        with httpx.Client(base_url=f"http://{address}", verify=False) as client:
+            assert who(client) == name
+            assert client.get("/health/ready").json() == {"status": "ok"}
+            assert client.get("/version").json().keys() == {"version"}
+            assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 404
+    with connections(cluster.http_url) as reached:
+        for client in reached.values():
+            answer = client.post("/v1/completions", json={"prompt": "x"}).json()
+            assert answer["choices"][0]["text"] == "hello"
+        assert reached.keys() == NAMES
+
+
+async def test_a_request_is_explained_and_ended_through_any_gateway(cluster: Cluster) -> None:
+    async with streams(cluster) as reached:
+        for own, other in (("gateway-0", "gateway-1"), ("gateway-1", "gateway-0")):
+            token, stub = reached[own].token, reached[other].stub
+            assert (await stub.Explain(gateway_pb2.ExplainRequest(token=token))).state == "running"
+            assert (await stub.Abort(gateway_pb2.AbortRequest(token=token))).found
+            reason = common_pb2.FINISH_REASON_UNSPECIFIED
+            while message := await reached[own].call.read():
+                reason = message.finish.reason
+            assert reason == common_pb2.FINISH_REASON_ABORT
+            assert not (await stub.Abort(gateway_pb2.AbortRequest(token=token))).found
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await reached["gateway-0"].stub.Explain(gateway_pb2.ExplainRequest(token=bytes(16)))
+        assert unknown.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+def test_a_gateway_that_hangs_holds_its_siblings_up_in_nothing(cluster: Cluster) -> None:
+    with connections(cluster.http_url) as reached:
+        os.kill(cluster.pid("gateway-0"), signal.SIGSTOP)
+        try:
+            client = reached["gateway-1"]
+            for prompt, text in (("x", "hello"), ("slow", SLOW)):
+                body = {"prompt": prompt, "max_tokens": 100}
+                assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == text
+        finally:
+            os.kill(cluster.pid("gateway-0"), signal.SIGCONT)
+        assert reached["gateway-0"].post("/v1/completions", json={"prompt": "x"}).status_code == 200
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_no_stranger_gets_the_ports(cluster: Cluster, shared: bool) -> None:
+    for port in (cluster.http_port, cluster.grpc_port):
+        with socket.socket() as stranger:
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with pytest.raises(OSError, match="in use"):
+                stranger.bind(("127.0.0.1", port))
+    with socket.socket() as stranger:
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        taken = stranger.getsockname()[1]
+        for knob in ("http_port", "grpc_port"):
+            with pytest.raises(ClusterError, match=f"{taken} already"):
+                Cluster(gateways=2, worker={"simulated": True}, **{knob: taken}).start()
+        with pytest.raises(ClusterError, match=f"--private-port: something listens on 127.0.0.1:{taken}"):
+            Cluster(gateways=2, worker={"simulated": True}, gateway={"private_port": taken}).start()
+
+
+def test_a_gateway_that_ends_is_started_again_while_the_other_serves(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.kill("gateway-1")
+    assert httpx.post(f"{cluster.http_url}/v1/completions", json={"prompt": "x"}).status_code == 200
+    monkeypatch.setattr(local, "_SHORT_LIFE_S", 1e9)
+    with pytest.raises(ClusterError, match="the gateway-1 ended by SIGKILL"):
+        cluster.mend()
+    monkeypatch.setattr(local, "_SHORT_LIFE_S", 0.0)
+    assert cluster.mend() == ["the gateway-1 ended by SIGKILL and is started again"]
+    assert cluster.mend() == []
+    deadline = time.monotonic() + PATIENCE_S
+    while not cluster.is_ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    with connections(cluster.http_url) as reached:
+        assert reached.keys() == NAMES
+
+
+async def test_serve_lists_the_gateways_and_all_of_them_drain(script: Path) -> None:
+    ports = [free_port(), free_port()]
+    process = serve("--gateways=2", "--private-port=0", f"--http-port={ports[0]}", f"--script={script}")
+    pids: list[int] = []
+    try:
+        await asyncio.to_thread(wait_for_line, process, "Ready. ")
+        lines = [await asyncio.to_thread(wait_for_line, process, f"{name}: ") for name in sorted(NAMES)]
+        assert all(re.search(r"health and metrics at http://127\.0\.0\.1:\d+$", line) for line in lines)
+        pids = children(process.pid)
+        assert len(pids) == 4
+        with connections(f"http://127.0.0.1:{ports[0]}") as reached:
+            asked = {"prompt": "slow", "max_tokens": 100}
+            answers = [
+                asyncio.create_task(asyncio.to_thread(client.post, "/v1/completions", json=asked))
+                for client in reached.values()
+            ]
+            for line in lines:
+                metrics = line.split(" at ")[1].strip() + "/metrics"
+                await asyncio.to_thread(wait_for_live, metrics)
+            process.send_signal(signal.SIGTERM)
+            for answer in await asyncio.gather(*answers):
+                assert answer.json()["choices"][0]["text"] == SLOW
+        assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
+    finally:
+        process.kill()
+        process.communicate()
+    wait_gone(pids)

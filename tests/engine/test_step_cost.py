@@ -24,10 +24,13 @@ _T = TypeVar("_T")
 
 
 def lines_in(call: Callable[[], _T]) -> tuple[_T, int]:
+    """What the call gives, and how many lines of the engine ran: a garbage collection may call others' code."""
     lines, before = 0, sys.gettrace()
 
-    def count(_frame: FrameType, event: str, _arg: Any) -> Any:
+    def count(frame: FrameType, event: str, _arg: Any) -> Any:
         nonlocal lines
+        if "/services/engine/" not in frame.f_code.co_filename:
+            return None
         lines += event == "line"
         return count
 

@@ -18,7 +18,7 @@ from grpc_status import rpc_status
 from protos import openai_rest_pb2, openai_rest_pb2_grpc
 from services.common.errors import TriptychError, to_rpc_status
 from services.common.server import Server
-from services.gateway.rest.reply import JSON, Api, error_body, error_headers
+from services.gateway.rest.reply import JSON, Api, error_body, error_headers, event
 from services.gateway.trace import REQUEST_ID, request_id_of
 
 SERVICE = "triptych.v1.OpenAiRestService"
@@ -80,11 +80,17 @@ class OpenAiRest(openai_rest_pb2_grpc.OpenAiRestServiceServicer):  # type: ignor
         if isinstance(reply.body, bytes):
             yield httpbody_pb2.HttpBody(content_type=reply.content_type, data=reply.body)
             return
-        async with contextlib.aclosing(reply.body):
-            content_type = reply.content_type
-            async for chunk in reply.body:
-                yield httpbody_pb2.HttpBody(content_type=content_type, data=chunk)
-                content_type = ""
+        content_type = reply.content_type
+        try:
+            async with contextlib.aclosing(reply.body):
+                async for chunk in reply.body:
+                    yield httpbody_pb2.HttpBody(content_type=content_type, data=chunk)
+                    content_type = ""
+        except Exception:  # a proxy has answered 200 by now, and shows no status that comes after it
+            yield httpbody_pb2.HttpBody(
+                content_type=content_type, data=event(error_body(TriptychError("internal error")))
+            )
+            raise
 
 
 async def _refuse(context: Context, error: TriptychError, named: tuple[tuple[str, str], ...]) -> None:

@@ -173,6 +173,24 @@ class ModelText:
         """The ids of a text, however many."""
         return await self._pool.encode(text, add_special_tokens=add_special_tokens)
 
+    async def tokenize_asked(self, asked: Asked) -> tuple[int, ...]:
+        """The ids of what a /tokenize body has: a prompt, or a conversation as a chat would send it."""
+        if asked.messages is not None and asked.prompt is None:
+            return await self.tokenize_messages(read_messages(asked.messages), asked)
+        if not isinstance(asked.prompt, str) or asked.messages is not None:
+            raise InvalidArgument("prompt: a string, or messages instead of it, is needed", field="prompt")
+        for name, value in (
+            ("add_generation_prompt", asked.add_generation_prompt),
+            ("continue_final_message", asked.continue_final_message),
+            ("chat_template", asked.chat_template),
+            ("chat_template_kwargs", asked.chat_template_kwargs),
+            ("documents", asked.documents),
+            ("tools", asked.tools),
+        ):
+            if value is not None:
+                raise InvalidArgument(f"{name}: only allowed together with messages", field=name)
+        return await self.tokenize(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
+
     async def tokenize_messages(
         self, messages: Sequence[Message], asked: Asked, caller: Caller = TOKENIZE
     ) -> tuple[int, ...]:

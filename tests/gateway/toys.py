@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from services.gateway.vocabulary import Vocabulary, read_joining
 
@@ -52,9 +52,10 @@ def byte_level() -> Tokenizer:
 
 
 def marked() -> Tokenizer:
-    """The same, with the marks of reasoning and calls as special tokens."""
+    """The same, with the marks of reasoning and calls as special tokens, and one that begins every text."""
     tokenizer = byte_level()
     tokenizer.add_special_tokens(list(MARKS))
+    tokenizer.post_processor = processors.TemplateProcessing(f"{SPECIALS[0]} $A", special_tokens=[(SPECIALS[0], 0)])
     return tokenizer
 
 
@@ -101,7 +102,7 @@ def words() -> Tokenizer:
     return Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "fox": 2, "ran": 3}, unk_token="<unk>"))
 
 
-KINDS = {
+KINDS: Mapping[str, Callable[[], Tokenizer]] = {
     "byte_level": byte_level,
     "llama2": llama2,
     "gemma": gemma,

@@ -13,7 +13,6 @@ from services.common import tracing
 from services.common.errors import InvalidArgument, TriptychError
 from services.gateway.fields import Api, read_fields
 from services.gateway.front import Front, Running
-from services.gateway.messages import read_messages
 from services.gateway.models import Model
 from services.gateway.request import Delta, Usage
 from services.gateway.rest.chat_documents import Chat
@@ -179,12 +178,7 @@ class Renderer:
         values = parse(body)
         model = self._model_of(values)
         asked = read_fields(values, Api.TOKENIZE)
-        if asked.messages is not None and asked.prompt is None:
-            ids = await model.text.tokenize_messages(read_messages(asked.messages), asked)
-        elif isinstance(asked.prompt, str) and asked.messages is None:
-            ids = await model.text.tokenize(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
-        else:
-            raise InvalidArgument("prompt: a string, or messages instead of it, is needed", field="prompt")
+        ids = await model.text.tokenize_asked(asked)
         document: Body = {"count": len(ids), "max_model_len": model.info.max_model_len, "tokens": ids}
         if asked.return_token_strs:
             document["token_strs"] = [model.text.vocabulary.piece(token_id) for token_id in ids]

@@ -139,4 +139,5 @@ class Generation:
             delta = self._pipelines[choice].take()
             if delta is not None:
                 self.usage.completion_tokens += len(delta.token_ids)
+                self.usage.reasoning_tokens += delta.reasoning_tokens
                 yield delta

@@ -119,8 +119,13 @@ class ChoicePipeline:
         events = answer.events()
         if self.finish is None and not events and not self._news_without_text():
             return None
-        delta = self._delta("".join([event.text for event in events if event.what is Kind.CONTENT]))
+        shares = answer.shares()
+        self._ready[: len(shares)] = [
+            Span(span.token_id, text) for span, text in zip(self._ready, shares, strict=False)
+        ]
+        delta = self._delta("".join(shares))
         delta.reasoning = "".join([event.text for event in events if event.what is Kind.REASONING])
+        delta.reasoning_tokens = answer.reasoned()
         delta.tool_calls = _joined_calls([event.what for event in events if isinstance(event.what, ToolCallDelta)])
         return delta
 
@@ -211,7 +216,7 @@ _BY_ITSELF = (FinishReason.EOS, FinishReason.STOP_ID, FinishReason.STOP_STRING)
 class _Answer:
     """The spans of one choice on their way through its parser: a token goes on when its text is settled."""
 
-    __slots__ = ("_events", "_marks", "_parser", "_released", "_waiting")
+    __slots__ = ("_ends", "_marks", "_parser", "_reasoned", "_released", "_shares", "_waiting")
 
     def __init__(self, vocabulary: Vocabulary, options: TextOptions) -> None:
         self._parser = AnswerParser(options.reasoning, options.tools)
@@ -222,6 +227,10 @@ class _Answer:
         }
         self._waiting: deque[tuple[int, Span]] = deque()  # with where its text ends, in the parser's characters
         self._released = 0  # characters of the spans that have gone on
+        # Of the spans that have gone on since it was last asked:
+        self._ends: list[int] = []
+        self._shares: list[str] = []
+        self._reasoned = 0
 
     @property
     def holding(self) -> bool:
@@ -251,17 +260,38 @@ class _Answer:
 
     def released(self) -> Iterator[Span]:
         """Takes out the spans whose text is settled."""
-        settled = self._parser.settled
+        settled, answer_at = self._parser.settled, self._parser.answer_at
+        if not settled and answer_at is None:
+            return  # it is not known yet whether the answer begins with reasoning
         while self._waiting and self._waiting[0][0] <= settled:
+            self._reasoned += answer_at is None or self._released < answer_at
             self._released, span = self._waiting.popleft()
+            self._ends.append(self._released)
             yield span
 
     def events(self) -> Sequence[Event]:
-        """Takes out what the released spans say."""
+        """Takes out what the released spans say. No event reaches over the end of a span."""
         events, ready = self._parser.events, []
         while events and events[0].end <= self._released:
             ready.append(events.popleft())
+        contents = deque([event for event in ready if event.what is Kind.CONTENT])
+        for end in self._ends:
+            share = ""
+            while contents and contents[0].end <= end:
+                share += contents.popleft().text
+            self._shares.append(share)
+        self._ends.clear()
         return ready
+
+    def shares(self) -> Sequence[str]:
+        """Takes out what each of the released spans, as far as their events were taken, has of the answer's text."""
+        shares, self._shares = self._shares, []
+        return shares
+
+    def reasoned(self) -> int:
+        """Takes out how many of the released spans came before the answer."""
+        count, self._reasoned = self._reasoned, 0
+        return count
 
 
 def _joined_calls(pieces: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:

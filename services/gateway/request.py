@@ -220,8 +220,9 @@ class Delta:
     """New text of one choice with the tokens behind it: text, ids and logprobs are cut at one token.
 
     `text` is the answer's, `reasoning` what came before it, `tool_calls` pieces of calls, at most one
-    per call. `texts` has the text that each token completed; what `text` has before them is the echoed prompt.
-    Tokens whose text was cut off or left out (a stop string, an EOS id) have "" there.
+    per call. `texts` has what each token completed of `text`, which has the echoed prompt before that.
+    Tokens whose text was cut off or left out (a stop string, an EOS id), or is reasoning or a call, have "" there.
+    The first `reasoning_tokens` of the tokens came before the answer.
     """
 
     choice: int
@@ -233,6 +234,7 @@ class Delta:
     texts: tuple[str, ...] = ()
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    reasoning_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -242,3 +244,4 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int = 0  # of the completion

@@ -1,6 +1,6 @@
 """What the official client sees of the API, as checks that take a client, whatever stands between it and the engine.
 
-The engine behind it must be `obedient()`: each choice says what stands between the last <<< and >>>
+The engine behind it must be `obedient()`: each choice says what stands between the last « and »
 of its prompt, so that a check decides what the model answers.
 """
 
@@ -26,7 +26,7 @@ def obedient(**knobs: Any) -> FakeEngine:
 
     def script(submit: engine_pb2.Submit, choice: int) -> list[int]:
         prompt = bytes(submit.prompt_id_i32le[::4]).decode(errors="replace")
-        wanted = prompt.rpartition("<<<")[2].partition(">>>")[0]
+        wanted = prompt.rpartition("«")[2].partition("»")[0]
         return list(wanted.replace("{choice}", str(choice)).encode())
 
     return FakeEngine(script=script, context=8192, **knobs)
@@ -34,7 +34,7 @@ def obedient(**knobs: Any) -> FakeEngine:
 
 def say(text: str) -> Any:
     """Messages, or an input, that make an obedient model say this."""
-    return [{"role": "user", "content": f"<<<{text}>>>"}]
+    return [{"role": "user", "content": f"«{text}»"}]
 
 
 def call(name: str, **arguments: object) -> str:
@@ -134,7 +134,7 @@ async def chat_logprobs(client: openai.AsyncOpenAI) -> None:
 
 async def completions(client: openai.AsyncOpenAI) -> None:
     """Prompts times choices, numbered through, whole and streamed."""
-    prompts = ["<<<a{choice}>>>", "<<<b{choice}>>>"]
+    prompts = ["«a{choice}»", "«b{choice}»"]
     whole = await client.completions.create(model=MODEL, prompt=prompts, n=2)
     expected = {0: "a0", 1: "a1", 2: "b0", 3: "b1"}
     assert {choice.index: choice.text for choice in whole.choices} == expected
@@ -219,7 +219,7 @@ async def tools_history(client: openai.AsyncOpenAI) -> None:
     history: Any = [
         *say(call("get_time")),
         message.model_dump(exclude_none=True),
-        {"role": "tool", "tool_call_id": made.id, "content": "it is <<<noon>>>"},
+        {"role": "tool", "tool_call_id": made.id, "content": "it is «noon»"},
     ]
     second = await client.chat.completions.create(model=MODEL, messages=history, tools=[TIME])
     assert second.choices[0].message.content == "noon"
@@ -243,7 +243,7 @@ async def responses(client: openai.AsyncOpenAI) -> None:
     """A whole response: text, what it was asked with, usage; one cut by length is incomplete."""
     answer = await client.responses.create(
         model=MODEL,
-        input="<<<hello 🔥>>>",
+        input="«hello 🔥»",
         instructions="Be brief.",
         metadata={"a": "b"},
         top_logprobs=2,
@@ -297,7 +297,7 @@ async def responses_tools(client: openai.AsyncOpenAI) -> None:
     (made,) = first.output
     assert made.type == "function_call"
     assert (made.name, json.loads(made.arguments)) == ("get_weather", {"city": "Oslo", "unit": "c"})
-    result: Any = {"type": "function_call_output", "call_id": made.call_id, "output": "<<<rain>>>"}
+    result: Any = {"type": "function_call_output", "call_id": made.call_id, "output": "«rain»"}
     history: Any = [*asked, *(item.model_dump(exclude_none=True) for item in first.output), result]
     second = await client.responses.create(model=MODEL, input=history, tools=[FLAT_WEATHER])
     assert second.output_text == "rain"

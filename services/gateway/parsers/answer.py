@@ -15,15 +15,20 @@ from services.gateway.request import ReasoningOptions, ToolOptions
 
 
 class AnswerParser:
-    """The text of one choice. `ended` is set where the answer ends though more text may come; that is not read."""
+    """The text of one choice.
 
-    __slots__ = ("_calls", "_reader", "_steps", "ended", "events")
+    ended      whether the answer ends though more text may come; that is not read
+    answer_at  characters before the answer: reasoning with its tags; None while they go on
+    """
+
+    __slots__ = ("_calls", "_reader", "_steps", "answer_at", "ended", "events")
 
     def __init__(self, reasoning: ReasoningOptions | None, tools: ToolOptions | None) -> None:
         self.ended = False
         self._reader = Reader()
         self._calls = Calls(self._reader, tools.names if tools else (), parallel=tools is None or tools.parallel)
-        self._steps = _answer(self._reader, self._calls, reasoning, tools)
+        self.answer_at = 0 if reasoning is None else None
+        self._steps = self._read(reasoning, tools)
         self.events: deque[Event] = self._reader.events
 
     @property
@@ -60,11 +65,12 @@ class AnswerParser:
             return True
         return False
 
-
-def _answer(reader: Reader, calls: Calls, reasoning: ReasoningOptions | None, tools: ToolOptions | None) -> Steps[None]:
-    if reasoning is not None:
-        yield from read_reasoning(reader, reasoning)
-    if tools is not None:
-        yield from tool_format(tools.format).read(reader, calls)
-    else:
-        yield from reader.rest(Kind.CONTENT)
+    def _read(self, reasoning: ReasoningOptions | None, tools: ToolOptions | None) -> Steps[None]:
+        reader = self._reader
+        if reasoning is not None:
+            yield from read_reasoning(reader, reasoning)
+            self.answer_at = reader.settled
+        if tools is not None:
+            yield from tool_format(tools.format).read(reader, self._calls)
+        else:
+            yield from reader.rest(Kind.CONTENT)

@@ -62,6 +62,7 @@ COMPONENTS: dict[str, Schema] = {
             "completion_tokens": _COUNT,
             "total_tokens": _COUNT,
             "prompt_tokens_details": only({"cached_tokens": _COUNT}),
+            "completion_tokens_details": only({"reasoning_tokens": _COUNT}),
         }
     ),
     "TokensById": {

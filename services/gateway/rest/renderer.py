@@ -233,6 +233,7 @@ def _sum(runs: Sequence[Running]) -> Usage:
         sum(usage.prompt_tokens for usage in usages),
         sum(usage.completion_tokens for usage in usages),
         sum(usage.cached_tokens for usage in usages),
+        sum(usage.reasoning_tokens for usage in usages),
     )
 
 

@@ -41,16 +41,22 @@ def usage(counts: Usage) -> Json:
         "completion_tokens": counts.completion_tokens,
         "total_tokens": counts.prompt_tokens + counts.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": counts.reasoning_tokens},
     }
 
 
 def token_text(vocabulary: Vocabulary, token_id: int) -> str:
     r"""The text of a token; its bytes spelled \xf0\x9f where they are no whole text."""
     data = vocabulary.token_bytes(token_id)
+    text = _decoded(data)
+    return "".join(f"\\x{byte:02x}" for byte in data) if text is None else text
+
+
+def _decoded(data: bytes) -> str | None:
     try:
         return data.decode()
     except UnicodeDecodeError:
-        return "".join(f"\\x{byte:02x}" for byte in data)
+        return None
 
 
 def _as_id(token_id: int) -> str:
@@ -78,6 +84,10 @@ class ChatLogprobs:
     def of(self, positions: Sequence[Position]) -> Json:
         """One entry per token."""
         return {"content": [self.entry(position) for position in positions if position], "refusal": None}
+
+    def is_whole(self, token_id: int) -> bool:
+        """Whether a token is text by itself and not a piece of a character."""
+        return _decoded(self._vocabulary.token_bytes(token_id)) is not None
 
     def entry(self, position: Position) -> Json:
         """One token with the likeliest ones at its place."""

@@ -142,6 +142,6 @@ def _usage(counts: Usage) -> Json:
         "input_tokens": counts.prompt_tokens,
         "input_tokens_details": {"cached_tokens": counts.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": counts.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": counts.reasoning_tokens},
         "total_tokens": counts.prompt_tokens + counts.completion_tokens,
     }

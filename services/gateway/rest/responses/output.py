@@ -238,8 +238,18 @@ class Output:
             self._open = None
 
     def _entries(self, delta: Delta) -> list[Json]:
-        """Of the tokens that the text is made of: those after the last one with text are no part of it."""
+        """Of the tokens that the text is made of: those with text, and before each the pieces of its characters."""
         if self._logprobs is None:
             return []
-        last = max((i for i, text in enumerate(delta.texts) if text), default=-1)
-        return [self._logprobs.entry(position) for position in delta.logprobs[: last + 1] if position]
+        entries: list[Json] = []
+        pieces: list[Json] = []
+        for text, token_id, position in zip(delta.texts, delta.token_ids, delta.logprobs, strict=True):
+            if not position:
+                continue
+            if text:
+                entries += [*pieces, self._logprobs.entry(position)]
+            if text or self._logprobs.is_whole(token_id):
+                pieces = []
+            else:
+                pieces.append(self._logprobs.entry(position))
+        return entries

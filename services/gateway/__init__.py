@@ -15,6 +15,7 @@ generation  a whole request: events in, deltas out
 pipeline    one choice: tokens to text, stops, deltas
 stops       stop strings
 detokenize  ids to text, one at a time
+constraints  what an answer must follow, as grammars that hold all of it
 toolless    tools for templates that have no place for them
 chat        conversations to a prompt, by the model's template
 messages    the turns of a conversation
@@ -23,6 +24,7 @@ tokenize    text to ids, in threads
 text_files  the model's files, read
 validate    checks that need the model or another field
 fields      the table of request fields
+asked       what a client asked for, as plain values
 kinds       what a single field may be
 limits      how much is taken from one request
 metrics     what is counted

@@ -1,0 +1,111 @@
+"""Lark text as the library reads it: literals, expressions, JSON within it, and what clients may not say in theirs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+
+from services.gateway.constraints.parts import LONGEST, refuse
+from services.gateway.constraints.schemas.normal import normal_text
+from services.gateway.constraints.schemas.patterns import escape
+
+SPACE = r"/[ \t\r\n]{0,8}/"
+"""White space between parts of an answer."""
+_TOKEN = re.compile(
+    r"""
+    (?P<comment>//[^\n]*|\#[^\n]*)
+  | (?P<string>"(?:\\.|[^"\\\n])*"i?)
+  | (?P<regex>/(?!/)(?:\\.|[^/\\\n])+/[imslux]*)
+  | (?P<json>%json\b)
+  | (?P<directive>%[a-z]+)
+  | (?P<attributes>\[\s*(?:capture|stop|suffix|lazy|max_tokens|temperature|stop_capture)\b[^\]]*\])
+  | (?P<token><\[[^\]]*\]>|<[^<>\s"]+>)
+  | (?P<other>@\S*)
+    """,
+    re.VERBOSE,
+)
+_ATTRIBUTE = re.compile(r"\b(stop|max_tokens|temperature|stop_capture)\s*=")
+
+
+def literal(text: str, special_ids: Mapping[str, int]) -> str:
+    """A text that must stand there; special tokens in it are named by their ids."""
+    parts = re.split("|".join(map(re.escape, sorted(special_ids, key=len, reverse=True))), text) if special_ids else []
+    if len(parts) < 2:
+        return json.dumps(text, ensure_ascii=False) if text else '""'
+    out, at = [], 0
+    for part in parts:
+        if part:
+            out.append(json.dumps(part, ensure_ascii=False))
+        at += len(part)
+        mark = next((mark for mark in special_ids if text.startswith(mark, at)), None)
+        if mark is not None and at < len(text):
+            out.append(f"<[{special_ids[mark]}]>")
+            at += len(mark)
+    return " ".join(out)
+
+
+def without(texts: Iterable[str]) -> str:
+    """A terminal for any text in which none of these stands."""
+    return "".join(["/(?s:.*)/", *(f" & ~/(?s:.*){escape(text)}(?s:.*)/" for text in dict.fromkeys(texts))])
+
+
+def expression(regex: str) -> str:
+    """A client's expression as a terminal."""
+    out, escaped = [], False
+    for char in regex:
+        if char == "/" and not escaped:
+            out.append("\\/")
+        elif char == "\n":
+            out.append("n" if escaped else "\\n")
+        else:
+            out.append(char)
+        escaped = char == "\\" and not escaped
+    return f"/{''.join(out)}/"
+
+
+def with_one_token(text: str, token: str) -> str:
+    """A grammar in which this token stands for every token that it names."""
+    return _TOKEN.sub(lambda found: token if found.lastgroup == "token" else found[0], text)
+
+
+def client_grammar(text: str, place: str) -> str:
+    """A client's Lark grammar. JSON schemas within it are written in their normal form."""
+    if text.lstrip().startswith("{"):
+        raise refuse(place, "must be a Lark grammar, not JSON")
+    if "::=" in _TOKEN.sub("", text):
+        raise refuse(place, 'must be a Lark grammar, with rules like "start: ..."; "::=" is of another notation')
+    out: list[str] = []
+    at = 0
+    while (found := _TOKEN.search(text, at)) is not None:
+        out.append(text[at : found.start()])
+        at = found.end()
+        kind = found.lastgroup
+        if kind == "json":
+            schema, at = _inner(text, at, place)
+            out.append(f"%json {normal_text(schema, f'{place}: %json')}")
+            continue
+        if kind == "directive" and found[0] not in ("%ignore", "%import"):
+            raise refuse(place, f"{found[0]} is not supported")
+        if kind == "other":
+            raise refuse(place, "references to other grammars (@) are not supported")
+        if kind == "attributes" and (named := _ATTRIBUTE.search(found[0])):
+            raise refuse(place, f"the attribute {named[1]} is not supported")
+        out.append(found[0])
+    made = "".join([*out, text[at:]])
+    if len(made) > LONGEST:
+        raise refuse(place, f"has {len(made)} characters, above {LONGEST}")
+    return made
+
+
+def _inner(text: str, at: int, place: str) -> tuple[object, int]:
+    """The JSON that follows, and where it ends."""
+    while at < len(text) and text[at].isspace():
+        at += 1
+    try:
+        schema, end = json.JSONDecoder().raw_decode(text, at)
+    except RecursionError:
+        raise refuse(place, "the schema after %json is nested too deep") from None
+    except ValueError as error:
+        raise refuse(place, f"no JSON follows %json: {error}") from None
+    return schema, end

@@ -23,7 +23,9 @@ encoder_cache    the resource of media: encoder time, and room for what it makes
 drafts           the resource of speculative decoding: what a request's own tokens propose
 grammar          the resource of constraints: who waits for a grammar, and what a row may say next
 prompt_logprobs  the resource of requests that ask for log probabilities of their prompt
+pooling          the resource of requests that ask for a vector instead of tokens
 intake           the checks before anything of a request is kept
+flight           the steps on their way to the workers and back
 outcome          what a worker answered, cut per request
 deadlines        who gives up when
 rows             which request is on which row

@@ -8,7 +8,6 @@ Whoever drives it passes the time in and sends the events on.
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from itertools import accumulate
 
 from services.common.errors import DeadlineExceeded, TriptychError
@@ -19,23 +18,27 @@ from services.engine.drafts import Drafts
 from services.engine.encoder_cache import EncoderCache
 from services.engine.events import (
     FINISH_ABORT,
+    FINISH_EOS,
     FINISH_ERROR,
     FINISH_NONE,
     Event,
     Failed,
     LogprobColumns,
     Owner,
+    Pooled,
     Started,
     StepFailure,
     Tokens,
 )
 from services.engine.explain import explain
+from services.engine.flight import Flight
 from services.engine.grammar import GrammarGate, failure_of
 from services.engine.kv.manager import KvCache
 from services.engine.limits import CoreConfig
 from services.engine.matching import GrammarSource
 from services.engine.outcome import LogprobCuts, answers_to, row_failure
 from services.engine.plan import (
+    POOLS,
     ROW_OK,
     SAMPLES,
     STEP_FAILED,
@@ -45,6 +48,7 @@ from services.engine.plan import (
     StepPlan,
 )
 from services.engine.policies import Policy, make_policy
+from services.engine.pooling import PoolingFlag
 from services.engine.prompt_logprobs import PromptLogprobsFlag, tell_prompt_logprobs
 from services.engine.registry import Registry
 from services.engine.report import Counters, Explanation, Load, Preemption
@@ -77,13 +81,11 @@ class EngineCore:
         self.encoder = EncoderCache(config.encoder_budget or largest, config.encoder_cache_size or largest)
         self._grammar = GrammarGate(grammars)
         self._drafts = Drafts(config, self.counters, spare=self._spare_for_drafts, allowed=self._grammar.allowed)
-        flags = PromptLogprobsFlag()
-        self._resources: tuple[Resource, ...] = (self._drafts, self.kv, self.encoder, flags, self._grammar)
+        flags = (PromptLogprobsFlag(), PoolingFlag())
+        self._resources: tuple[Resource, ...] = (self._drafts, self.kv, self.encoder, *flags, self._grammar)
         self._policy = policy or make_policy(config.policy, config.ageing_s)
         self.scheduler = Scheduler(self._policy, self._resources, config, self.counters)
-        self._in_flight: deque[StepPlan] = deque()
-        self._next_step = 1
-        self._resync = False
+        self._in_flight = Flight(len(config.kv_windows))
         self._arrivals = 0
         self._registry = Registry()
         self._deadlines = Deadlines()
@@ -199,33 +201,22 @@ class EngineCore:
         """
         if len(self._in_flight) >= self.config.steps_in_flight:
             return None
-        plan = self._blank_plan()
+        plan = self._in_flight.blank()
         self.scheduler.schedule(plan, now)
-        return None if plan.empty else self._launch(plan)
+        return None if plan.empty else self._in_flight.launch(plan)
 
     def let_go(self) -> StepPlan | None:
         """A step that computes nothing and tells the worker which rows are free; for when nothing runs."""
         if self._in_flight or not self.scheduler.has_freed:
             return None
-        plan = self._blank_plan()
+        plan = self._in_flight.blank()
         self.scheduler.let_go(plan)
-        return self._launch(plan)
-
-    def _blank_plan(self) -> StepPlan:
-        return StepPlan(self._next_step, self._resync, len(self.config.kv_windows))
-
-    def _launch(self, plan: StepPlan) -> StepPlan:
-        """The plan goes out: its number is taken, and its outcome awaited."""
-        self._next_step += 1
-        self._resync = False
-        self._in_flight.append(plan)
-        return plan
+        return self._in_flight.launch(plan)
 
     def fill_masks(self) -> StepMasks | None:
         """The masks that the oldest step in flight waits for; once. To be called after `apply` and `schedule`."""
-        if not self._in_flight or not self._in_flight[0].masked:
-            return None
-        return self._grammar.fill(self._in_flight[0])
+        plan = self._in_flight.oldest
+        return self._grammar.fill(plan) if plan is not None and plan.masked else None
 
     def take_preemptions(self) -> list[Preemption]:
         """Who was preempted since the last call, and by whom."""
@@ -233,9 +224,9 @@ class EngineCore:
 
     def apply(self, outcome: StepOutcome) -> list[Event]:
         """Takes a step's outcome, in the order of the plans; one of an unknown step changes nothing."""
-        if not self._in_flight or self._in_flight[0].step_id != outcome.step_id:
+        plan = self._in_flight.land(outcome.step_id)
+        if plan is None:
             return []
-        plan = self._in_flight.popleft()
         if outcome.status != STEP_OK:
             return self._step_failed(plan, outcome)
         self.encoder.missing(outcome.missing_media)
@@ -263,6 +254,8 @@ class EngineCore:
                 begin, stop = starts[at], starts[at + 1]
                 logprobs = cuts.cut(begin, stop) if cuts and request.family.spec.logprobs is not None else None
                 self._accept(request, outcome.token_ids[begin:stop], logprobs, events)
+            elif flags & POOLS:
+                self._finish_pooled(request, outcome.pooled.get(epoch), events)
         return events
 
     def _prompt_progress(self, request: Request, end: int, events: list[Event]) -> None:
@@ -299,6 +292,13 @@ class EngineCore:
             request.suspect, request.deaths = False, 0
             self.scheduler.requeue(request)
 
+    def _finish_pooled(self, request: Request, vector: array[float] | None, events: list[Event]) -> None:
+        if vector is None:
+            self._fail(request, "the worker gave no vector for the request", events)
+        else:
+            self._end(request, FINISH_EOS)
+            events.append(Pooled(request.owner, vector))
+
     # Failing
 
     def _row_failed(self, request: Request, status: int, outcome: StepOutcome, events: list[Event]) -> None:
@@ -327,7 +327,7 @@ class EngineCore:
             for lost in (plan, *self._in_flight):
                 for resource in self._resources:
                     resource.failed(lost)
-        self._resync = True
+        self._in_flight.resync()
         return events
 
     def _fail(self, request: Request, failure: StepFailure | str, events: list[Event]) -> None:
@@ -345,12 +345,11 @@ class EngineCore:
         again runs alone, and fails if a worker dies over it alone.
         """
         events: list[Event] = []
-        guilty = find_guilty(self._in_flight[0]) if blame and self._in_flight else None
-        self._in_flight.clear()
+        oldest = self._in_flight.lose()
+        guilty = find_guilty(oldest) if blame and oldest is not None else None
         self.scheduler.worker_lost()
         for resource in self._resources:
             resource.reset()
-        self._resync = True
         if guilty is not None:
             self._fail(guilty, "workers died over the request", events)
         return events

@@ -69,6 +69,14 @@ class PromptLogprobs:
 
 
 @dataclass(slots=True, frozen=True)
+class Pooled:
+    """The vector of a request that asked for one instead of tokens, and its terminal event."""
+
+    owner: Owner
+    values: array[float]
+
+
+@dataclass(slots=True, frozen=True)
 class Failed:
     """The terminal event of one choice that failed; without a choice, of all that had not ended."""
 
@@ -77,4 +85,4 @@ class Failed:
     failure: StepFailure
 
 
-Event = Tokens | Started | PromptLogprobs | Failed
+Event = Tokens | Started | PromptLogprobs | Pooled | Failed

@@ -21,10 +21,11 @@ def check(spec: RequestSpec, context_len: int, vocab_size: int) -> None:
         raise InvalidArgument(f"min_tokens is {spec.min_tokens}, but at least 0", field="min_tokens")
     if not spec.prompt:
         raise InvalidArgument("the prompt has no tokens", field="prompt")
-    if len(spec.prompt) >= context_len:
+    output = 0 if spec.pooling else 1
+    if len(spec.prompt) + output > context_len:
+        included = ", output included" if output else ""
         raise InvalidArgument(
-            f"the prompt has {len(spec.prompt)} tokens; the context holds {context_len}, output included",
-            field="prompt",
+            f"the prompt has {len(spec.prompt)} tokens; the context holds {context_len}{included}", field="prompt"
         )
     _check_ids(spec.prompt, vocab_size, "prompt")
     if spec.replay and len(spec.replay) != spec.n:

@@ -7,13 +7,14 @@ StepPlan ── wire ──▶ worker ── wire ──▶ StepOutcome
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from services.engine.events import LogprobColumns, StepFailure
 from services.engine.request import MediaItem, Request
 
-SAMPLES, PROMPT_LOGPROBS, MASKED = 1, 2, 8
-"""Bits of StepPlan.flags; 4 is for pooled vectors, which are not built."""
+SAMPLES, PROMPT_LOGPROBS, POOLS, MASKED = 1, 2, 4, 8
+"""Bits of StepPlan.flags."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -29,6 +30,7 @@ class NewRow:
     request_id: str
     traceparent: str | None
     media: tuple[MediaItem, ...] = ()
+    pooling: str | None = None
 
 
 def _column() -> array[int]:
@@ -103,7 +105,7 @@ STEP_OK, STEP_FAILED, STEP_SKIPPED = 1, 2, 3
 
 @dataclass(slots=True, frozen=True)
 class StepOutcome:
-    """What a worker answered to a step; one element per row that sampled or failed."""
+    """What a worker answered to a step; one element per row that sampled, pooled or failed."""
 
     step_id: int
     status: int
@@ -115,5 +117,6 @@ class StepOutcome:
     token_ids: array[int]
     logprobs: LogprobColumns | None = None  # one position per token
     prompt_logprobs: tuple[PromptLogprobsChunk, ...] = ()
+    pooled: Mapping[int, array[float]] = field(default_factory=dict)  # vectors by epoch
     missing_media: tuple[bytes, ...] = ()  # hashes of items that there was nothing to encode from
     duration_us: int = 0

@@ -16,11 +16,11 @@ class PromptLogprobsFlag(Resource):
 
     def concerns(self, request: Request) -> bool:
         """Only who asked and has not been told before."""
-        return not request.family.reads_prefix
+        return not request.family.prompt_told
 
     def describe(self, request: Request, plan: StepPlan, at: int) -> None:
         """After a preemption the prompt runs again, flagged again if anything is left to tell."""
-        if request.num_computed < request.prompt_len and not request.family.reads_prefix:
+        if request.num_computed < request.prompt_len and not request.family.prompt_told:
             plan.flags[at] |= PROMPT_LOGPROBS
 
     def steady_until(self, request: Request) -> int:

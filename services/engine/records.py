@@ -34,6 +34,7 @@ class Choice:
     sent_entries: int = 0
     finish: int = FINISH_NONE
     failure: StepFailure | None = None
+    vector: array[float] | None = None  # what it ended with, where it was asked for instead of tokens
     told: bool = False  # its terminal event has been handed to a stream
     kept: int | None = None  # output tokens that the client keeps, where the text ended before the ids
 

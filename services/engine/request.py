@@ -83,6 +83,7 @@ class RequestSpec:
     media: tuple[MediaItem, ...] = ()  # in the order of their offsets
     constraint: Constraint | None = None
     num_speculative_tokens: int | None = None  # drafts per step at most; None means the engine's setting
+    pooling: str | None = None  # "mean" or "last": a vector of the prompt is wanted instead of tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -110,9 +111,14 @@ class Family:
         return next(self.live, None)
 
     @property
-    def reads_prefix(self) -> bool:
-        """Prompt log probabilities exist only for tokens that are computed, so the cache waits for them."""
+    def prompt_told(self) -> bool:
+        """No log probabilities of the prompt are left to tell."""
         return self.prompt_logprobs_sent >= len(self.spec.prompt)
+
+    @property
+    def reads_prefix(self) -> bool:
+        """What is said of each token of the prompt, one by one or as their mean, exists only where it is computed."""
+        return self.prompt_told and self.spec.pooling != "mean"
 
 
 @dataclass(slots=True)
@@ -187,6 +193,11 @@ class Request:
         return self.known - self.num_computed if self.known < self.limit else 0
 
     @property
+    def most_computed(self) -> int:
+        """Tokens for which it will ever need blocks, at most."""
+        return self.limit if self.family.spec.pooling is None else self.prompt_len
+
+    @property
     def num_outputs(self) -> int:
         """Tokens produced."""
         return len(self.tokens) - self.prompt_len
@@ -203,10 +214,11 @@ class Request:
 def make_family(spec: RequestSpec, context_len: int, arrived: float, arrival: int) -> Family:
     """The choices of a checked spec, taking arrival numbers from `arrival` on.
 
-    max_tokens is cut to the context and min_tokens to that, so that every choice can end.
+    max_tokens is cut to the context and min_tokens to that, so that every choice can end. Who wants a vector
+    ends where the first token would be sampled, for which no room is needed.
     """
     prompt_len = len(spec.prompt)
-    max_tokens = min(spec.max_tokens, context_len - prompt_len)
+    max_tokens = 1 if spec.pooling else min(spec.max_tokens, context_len - prompt_len)
     told = spec.prompt_logprobs is None or any(replay.token_ids for replay in spec.replay)
     family = Family(spec, arrived, prompt_logprobs_sent=prompt_len if told else 0)
     ends = dict.fromkeys(spec.stop_ids, FINISH_STOP_ID) | dict.fromkeys(spec.eos_ids, FINISH_EOS)

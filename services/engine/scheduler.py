@@ -389,6 +389,7 @@ class Scheduler:
                 spec.request_id,
                 spec.traceparent,
                 spec.media,
+                spec.pooling,
             )
         )
 

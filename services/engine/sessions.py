@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 
 from services.common.errors import InvalidArgument, TriptychError
 from services.engine.events import (
+    FINISH_EOS,
     FINISH_ERROR,
     FINISH_NONE,
     Event,
     Failed,
     LogprobColumns,
     Owner,
+    Pooled,
     PromptLogprobs,
     Started,
     Tokens,
@@ -95,6 +97,7 @@ class Outgoing:
     rows: Rows = field(default_factory=Rows)
     started: list[Started] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    pooled: list[Pooled] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
     rejected: list[tuple[int, TriptychError]] = field(default_factory=list)
     draining: bool = False
@@ -103,7 +106,7 @@ class Outgoing:
     @property
     def has_outputs(self) -> bool:
         """Whether there is anything for a StepOutputs."""
-        return bool(self.rows.handles or self.started or self.prompt_logprobs)
+        return bool(self.rows.handles or self.started or self.prompt_logprobs or self.pooled)
 
 
 class Session:
@@ -188,6 +191,12 @@ class Session:
         elif isinstance(event, PromptLogprobs):
             record.prompt_logprobs.append(event)
             self._prompt_logprobs.append(event)
+        elif isinstance(event, Pooled):
+            choice = record.choices[0]
+            choice.vector, choice.finish = event.values, FINISH_EOS
+            self._dirty[choice] = None
+            record.stamp_token(now)
+            return (choice,)
         else:
             return self._fail(event, record)
         return ()
@@ -213,7 +222,9 @@ class Session:
         rows, room = out.rows, FRAME_TOKENS
         dirty, self._dirty = self._dirty, {}
         for choice in dirty:
-            if room > 0 and (choice.failure is None or choice.sent < len(choice.tokens)):
+            if choice.vector is not None:
+                room = self._take_vector(choice, choice.vector, out, room)
+            elif room > 0 and (choice.failure is None or choice.sent < len(choice.tokens)):
                 room -= rows.take(choice, room)
             if choice.sent < len(choice.tokens):
                 self._dirty[choice] = None
@@ -227,6 +238,14 @@ class Session:
         if not self._dirty:
             self.wake.clear()
         return out
+
+    def _take_vector(self, choice: Choice, vector: array[float], out: Outgoing, room: int) -> int:
+        """Tells the vector if there is room in the frame; the room that is left."""
+        if room <= 0:
+            return room
+        choice.told = True
+        out.pooled.append(Pooled(choice.record.spec.owner, vector))
+        return room - len(vector)
 
     def _forget_if_told(self, record: Record) -> None:
         if all(choice.told for choice in record.choices):

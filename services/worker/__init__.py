@@ -17,6 +17,7 @@ toy_text      text files for a simulated worker without a folder
 runner        the real runner: states → batch → forward → sample → result
 trial         the largest step, run for the memory that it takes
 memory        the memory sum
+pooling       hidden states of a prompt to one vector
 speculative   drafts: the positions to sample, and the tokens that count
 sampling/     from logits to tokens
 loading       a model path into a ready model

@@ -52,6 +52,8 @@ def load_model(
         weight_bytes=model.weight_bytes,
         kv_groups=(_kv_group(model),),
         text_files=text_files,
+        capabilities=("generate", "prompt_logprobs", "embed"),
+        pools=True,
     )
 
 

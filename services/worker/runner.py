@@ -17,6 +17,7 @@ from services.worker.config import WorkerSettings
 from services.worker.loading import load_model
 from services.worker.memory import available_bytes, give_back, human, peak_bytes, plan_memory
 from services.worker.models.decoder import Decoder
+from services.worker.pooling import Pooler
 from services.worker.sampling.feature import Position
 from services.worker.sampling.logprobs import candidates
 from services.worker.sampling.sampler import Sampled, Sampler
@@ -37,6 +38,7 @@ from services.worker.step import (
     Masks,
     MemoryPlan,
     NewRow,
+    Pooled,
     PromptLogprobs,
     RowResult,
     StepInput,
@@ -56,6 +58,7 @@ class TorchRunner:
         self._cache: KVCache | None = None
         self._states: States | None = None
         self._sampler: Sampler | None = None
+        self._pooler = Pooler()
 
     def load(self, model_path: str, dtype: str | None) -> LoadedModel:
         """Reads the weights. The number of threads is set here because it belongs to the thread that steps."""
@@ -104,17 +107,20 @@ class TorchRunner:
         self._cache = KVCache(model.kv_layout, shape, model.device)
         self._states = States(shape)
         self._sampler = Sampler(loaded.vocab_size, model.device)
+        self._pooler = Pooler()
 
     def reset(self) -> None:
         """Empties all rows."""
         if self._states is not None and self._sampler is not None:
             for row in self._states.clear():
                 self._sampler.free(row)
+                self._pooler.free(row)
 
     def sleep(self, level: int) -> int:
         """Lets the tensors go and gives their memory back to the system."""
         freed = self._cache.nbytes if self._cache is not None else 0
         self._cache = self._states = self._sampler = None
+        self._pooler = Pooler()
         if level == NO_WEIGHTS and self._model is not None:
             freed += self._model.weight_bytes
             self._model = self._loaded = None
@@ -129,19 +135,26 @@ class TorchRunner:
         for row in step.freed_rows.tolist():
             states.free(row)
             sampler.free(row)
+            self._pooler.free(row)
         for new in step.new_rows:
             states.add(new)
             sampler.add(new)
+            self._pooler.add(new)
         states.grow(step)
         states.lay_drafts(step)
         spans, bad = states.spans(step)
         results = {row: RowResult(row, _epoch(states.request(row)), ROW_FAILED) for row in bad}
         if not spans:
             return StepOutput(step.step_id, tuple(results.values()))
-        sampling = [(span, last) for span, last in zip(spans, _ends(spans), strict=True) if span.flags & SAMPLES]
+        ends = _ends(spans)
+        sampling = [(span, last) for span, last in zip(spans, ends, strict=True) if span.flags & SAMPLES]
         batch = states.batch(spans, [at for span, last in sampling for at in range(last - span.drafts, last + 1)])
         hidden_TD = model.forward(batch, cache)
         prompts = list(self._prompt_logprobs(model, states, spans, hidden_TD, results))
+        pooled: list[Pooled] = []
+        for result, vector in self._pooler.pool(states, spans, ends, hidden_TD):
+            results[result.row] = result
+            pooled += [] if vector is None else [vector]
         if sampling:
             asked = [span for span, _ in sampling]
             given = masks() if any(span.flags & MASKED for span in asked) else {}
@@ -149,7 +162,7 @@ class TorchRunner:
             for span, sampled in zip(asked, self._sample(model, asked, hidden_SD, given), strict=True):
                 results.setdefault(span.row, _take(states, span, sampled))
         ordered = (results[row] for row in step.rows.tolist() if row in results)
-        return StepOutput(step.step_id, tuple(ordered), tuple(prompts))
+        return StepOutput(step.step_id, tuple(ordered), tuple(prompts), tuple(pooled))
 
     def _sample(
         self, model: Decoder, spans: list[Span], hidden_SD: torch.Tensor, masks: Masks

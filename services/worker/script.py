@@ -13,9 +13,9 @@ the order in which requests arrive, each once; then comes `otherwise`; then rand
                   is taken. One flat list holds for every position
     random        true: random printable tokens
     then          after the answer's end: "eos" (the default), "random" or "repeat"
-    delay_ms      each step that samples for the request takes this much longer
+    delay_ms      each step that samples or pools for the request takes this much longer
     first_delay_ms  the same, for the first token only
-    hang_at       the step that would sample this output token (counted from 0) never ends,
+    hang_at       the step that would sample this output token (counted from 0; or pool) never ends,
     hang_ms       or only after so many milliseconds
     die_at        the process exits there
     fail_at       the step fails there, as a whole

@@ -115,7 +115,7 @@ class SimulatedRunner:
             weight_bytes=0,
             kv_groups=tuple(KvGroup(1, _BYTES_PER_TOKEN, window) for window in self._kv_windows),
             text_files=text.files,
-            capabilities=("generate", "prompt_logprobs"),
+            capabilities=("generate", "prompt_logprobs", "embed"),
             pools=True,
             media=True,
         )
@@ -174,6 +174,8 @@ class SimulatedRunner:
             if work.flags & PROMPT_LOGPROBS:
                 prompts.append(self._prompt_logprobs(work.number, row, work.start, work.end))
             if work.flags & POOLS:
+                ends += row.entry.delay_s(row.outputs)
+                self._break(row)
                 vector = self._vector(row)
                 results[work.number] = RowResult(work.number, row.epoch, ROW_OK if vector else ROW_NOT_FINITE)
                 pooled += [Pooled(work.number, row.epoch, vector)] if vector else []

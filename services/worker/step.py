@@ -69,6 +69,7 @@ class NewRow:
     request_id: str
     traceparent: str | None
     media: tuple[MediaItem, ...] = ()  # in the order of their offsets
+    pooling: str | None = None  # "mean" or "last", where a vector is wanted instead of tokens
     fault: str | None = None
     """Why the request cannot be served: its row fails, alone, whenever it computes."""
 
@@ -149,7 +150,7 @@ class PromptLogprobs:
 
 @dataclass(slots=True, frozen=True)
 class Pooled:
-    """The vector of a row that pooled."""
+    """The vector of a row that pooled: finite, of length 1."""
 
     row: int
     epoch: int

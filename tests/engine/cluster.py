@@ -81,6 +81,7 @@ class Answer:
     finish: dict[int, int] = field(default_factory=dict)
     logprobs: list[tuple[int, float, int]] = field(default_factory=list)
     prompt_logprobs: dict[int, int] = field(default_factory=dict)  # position → entries
+    vector: list[float] | None = None
     started: engine_pb2.Started | None = None
     rejected: common_pb2.Failure | None = None
     failed: common_pb2.Failure | None = None
@@ -171,7 +172,7 @@ class Gateway:
 
     async def finished(self, *handles: int, n: int = 1) -> None:
         def ended(answer: Answer) -> bool:
-            return bool(answer.rejected or answer.failed) or len(answer.finish) == n
+            return bool(answer.rejected or answer.failed or answer.vector) or len(answer.finish) == n
 
         await self.until(lambda: all(ended(self.answers[handle]) for handle in handles))
 
@@ -209,6 +210,9 @@ class Gateway:
         for piece in outputs.prompt_logprobs:
             for offset, count in enumerate(array("i", piece.logprobs.count_i32le)):
                 self.answers[piece.handle].prompt_logprobs[piece.first_position + offset] = count
+        for pooled in outputs.pooled:
+            assert self.answers[pooled.handle].vector is None, "a vector was told twice"
+            self.answers[pooled.handle].vector = array("f", pooled.values_f32le).tolist()
         columns = [
             array("I", column)
             for column in (

@@ -10,10 +10,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from services.engine.events import LogprobColumns, StepFailure
 from services.engine.plan import (
     MASKED,
+    POOLS,
     PROMPT_LOGPROBS,
     ROW_DROPPED,
     ROW_FAILED,
@@ -118,6 +120,17 @@ def _unpack(plan: StepPlan, masks: StepMasks | None) -> tuple[set[int], dict[int
     return dropped, allowed
 
 
+def vector_of(pooling: str, prefixes: Sequence[int]) -> array[float]:
+    """What a request that pools gets, of the prefixes that it computed: all of them, or the last."""
+    pooled = prefixes if pooling == "mean" else prefixes[-1:]
+    return array("f", [hash((pooling, prefix)) % 1000 for prefix in pooled])
+
+
+def undisturbed_vector(prompt: Sequence[int], pooling: str) -> array[float]:
+    """What a request that runs alone gets."""
+    return vector_of(pooling, list(accumulate(prompt, chain, initial=0))[1:])
+
+
 def no_logprobs() -> LogprobColumns:
     """Columns with nothing in them."""
     return LogprobColumns(array("i"), array("i"), array("f"), array("i"))
@@ -133,6 +146,7 @@ class Row:
     blocks: list[list[int]] = field(default_factory=list)  # per KV group
     computed: int | None = None
     spoiled: bool = False  # gave no token, so that what follows has nothing to go on
+    seen: list[int] = field(default_factory=list)  # prefixes computed on this row, for the mean
 
     def forget(self, length: int) -> None:
         """Nothing from there on is known."""
@@ -164,6 +178,7 @@ class FakeWorker:
         self.kv: dict[int, tuple[int, int]] = {}  # by slot: the KV group, and the hash of all tokens up to it
         self.fails: Callable[[list[str]], bool] = lambda _: False
         self.statuses: dict[str, int] = {}
+        self.mute: set[str] = set()  # request ids that get no vector
         self.epochs: set[int] = set()
         self.last_step = 0
         self.broken = False
@@ -225,7 +240,7 @@ class FakeWorker:
     def _compute(self, plan: StepPlan, masks: StepMasks | None) -> StepOutcome:
         dropped, allowed = _unpack(plan, masks)
         rows, epochs, counts, ids, statuses = array("i"), array("Q"), array("i"), array("i"), bytearray()
-        logprobs, chunks = no_logprobs(), []
+        logprobs, chunks, pooled = no_logprobs(), [], {}
         block_at = draft_at = 0
         for at, number in enumerate(plan.rows):
             row = self.rows[number]
@@ -246,12 +261,22 @@ class FakeWorker:
                 continue
             row.tokens += draft
             self._read_and_write(row, start, end, plan.first_writable[at])
+            row.seen += [row.prefix(position) for position in range(start, end)]
             row.forget(len(row.tokens) - len(draft))
             for item in row.new.media:
                 if item.offset < end and start < item.offset + item.length:
                     assert item.hash in self.encoded, "the embeddings of a position are not there"
             if plan.flags[at] & PROMPT_LOGPROBS:
                 chunks.append(self._prompt_logprobs(row, start, end))
+            if plan.flags[at] & POOLS:
+                self._pool(row, end, plan.flags[at])
+                rows.append(number)
+                epochs.append(row.new.epoch)
+                counts.append(0)
+                statuses.append(self.statuses.get(row.new.request_id, ROW_OK))
+                if row.new.request_id not in self.mute:
+                    pooled[row.new.epoch] = vector_of(row.new.pooling or "", row.seen)
+                continue
             if not plan.flags[at] & SAMPLES:
                 assert end < len(row.tokens)
                 assert not draft
@@ -282,7 +307,14 @@ class FakeWorker:
             ids,
             logprobs if logprobs.token_ids else None,
             tuple(chunks),
+            pooled,
         )
+
+    def _pool(self, row: Row, end: int, flags: int) -> None:
+        assert flags == POOLS, "a row that pools does nothing else"
+        assert end == len(row.tokens) == row.new.prompt_len
+        if row.new.pooling == "mean":
+            assert len(row.seen) == end, "a mean over less than the prompt"
 
     def _sample(self, row: Row, draft: Sequence[int], masks: Sequence[Mask]) -> list[int]:
         """Tokens as long as they agree with the draft, and the first that does not or that is behind it."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.engine.core import CoreConfig, EngineCore
-from services.engine.events import FINISH_NONE, Event, Failed, Owner, PromptLogprobs, Started, Tokens
+from services.engine.events import FINISH_NONE, Event, Failed, Owner, Pooled, PromptLogprobs, Started, Tokens
 from services.engine.kv.blocks import BlockPool
 from services.engine.matching import GrammarSource
 from services.engine.plan import MASKED, StepOutcome, StepPlan
@@ -60,11 +60,12 @@ class Heard:
     tokens: list[int] = field(default_factory=list)
     finish: int = FINISH_NONE
     failed: Failed | None = None
+    vector: array[float] | None = None
     logprobs: list[tuple[int, ...]] = field(default_factory=list)
 
     @property
     def ended(self) -> bool:
-        return self.finish != FINISH_NONE or self.failed is not None
+        return self.finish != FINISH_NONE or self.failed is not None or self.vector is not None
 
 
 class Harness:
@@ -160,6 +161,9 @@ class Harness:
                 told = self.prompt_logprobs.setdefault(handle, [])
                 assert event.first_position == len(told), "prompt log probabilities are not told once each"
                 told.extend(event.columns.counts)
+            elif isinstance(event, Pooled):
+                assert not self.heard[handle, 0].ended, "told after the end"
+                self.heard[handle, 0].vector = event.values
             elif isinstance(event, Failed):
                 for (owner, choice), heard in self.heard.items():
                     if owner == handle and event.choice in {None, choice} and not heard.ended:

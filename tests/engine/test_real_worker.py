@@ -136,3 +136,21 @@ async def test_a_schema_that_is_none_fails_its_request_with_the_reason(real: Gat
     assert answer.failed.code == 3
     assert answer.failed.message.startswith("constraint: ")
     assert (await real.generate(prompt, 2)).finish
+
+
+@pytest.mark.parametrize("pooling", [common_pb2.POOLING_MEAN, common_pb2.POOLING_LAST])
+async def test_vectors_are_the_same_beside_others_and_in_other_pieces(
+    real: Gateway, real_engine: Engine, pooling: Any
+) -> None:
+    """The first of two finds the prompt in the cache, the last token alone may read it."""
+    prompt = tokenizer_of(real_engine).encode(REFRAIN * 20).ids
+    alone = await real.generate(prompt, 1, pooling=pooling)
+    talk = [await real.submit(handle, prompt[:handle], max_tokens=20) for handle in range(2, 6)]
+    again = [await real.submit(handle, prompt, pooling=pooling) for handle in (7, 8)]
+    await real.finished(*range(2, 6), 7, 8)
+    assert alone.vector is not None
+    assert sum(value * value for value in alone.vector) == pytest.approx(1, abs=1e-5)
+    assert [answer.vector for answer in again] == [alone.vector] * 2
+    assert all(len(answer.tokens[0]) == 20 for answer in talk)
+    cached = [answer.started.cached_tokens for answer in again if answer.started]
+    assert all(cached) if pooling == common_pb2.POOLING_LAST else not any(cached)

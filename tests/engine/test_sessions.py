@@ -18,6 +18,7 @@ from services.engine.events import (
     Failed,
     LogprobColumns,
     Owner,
+    Pooled,
     PromptLogprobs,
     Started,
     StepFailure,
@@ -265,6 +266,38 @@ def test_a_lot_of_logprobs_is_told_in_several_frames() -> None:
         entries += len(out.rows.logprobs.token_ids)
     assert told == list(range(4000))
     assert entries == 4000 * 21
+
+
+def test_a_vector_ends_its_request_and_is_told_again_until_it_has_been_taken() -> None:
+    _, session, record = a_session(replace(SPEC, pooling="mean"))
+    vector = array("f", [0.6, 0.8])
+    (ended,) = session.tell(Pooled(OWNER, vector), record, 0.5)
+    assert (ended.finish, record.finished, record.output_tokens) == (FINISH_EOS, True, 0)
+    assert record.first_token_at == 0.5
+    session.attach()
+    out = session.take()
+    assert out.has_outputs
+    assert (out.pooled, rows(out)) == ([Pooled(OWNER, vector)], [])
+    assert session.records == {}
+    assert not session.take().has_outputs
+
+
+def test_many_vectors_are_told_in_several_frames() -> None:
+    sessions = Sessions()
+    session = sessions.open(1, "g")
+    session.attach()
+    vector = array("f", [0.5]) * 4096
+    for handle in range(20):
+        record = record_of(replace(SPEC, owner=Owner(1, handle), pooling="last"), 0.0)
+        session.accept(record)
+        session.tell(Pooled(Owner(1, handle), vector), record, 0.5)
+    told = []
+    while session.wake.is_set():
+        out = session.take()
+        assert sum(len(pooled.values) for pooled in out.pooled) <= FRAME_TOKENS
+        told += [pooled.owner.handle for pooled in out.pooled]
+    assert told == list(range(20))
+    assert sessions.live == 0
 
 
 def test_rejections_and_draining_are_told_once() -> None:

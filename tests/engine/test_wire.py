@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from services.engine.events import (
     Failed,
     LogprobColumns,
     Owner,
+    Pooled,
     PromptLogprobs,
     Started,
     StepFailure,
@@ -33,7 +35,7 @@ PICTURE = MediaItem(b"h" * 32, "image", 0, 2, 2)
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-def le(*values: int, code: str = "i") -> bytes:
+def le(*values: float, code: str = "i") -> bytes:
     return struct.pack(f"<{len(values)}{code}", *values)
 
 
@@ -190,6 +192,52 @@ def test_a_submit_is_refused_by_field(changes: dict[str, Any], kind: type[Tripty
     with pytest.raises(kind) as refused:
         spec_of(a_submit(**changes))
     assert refused.value.field == field
+
+
+EMBEDS = replace(MODEL, capabilities=(*MODEL.capabilities, "embed"))
+
+
+@pytest.mark.parametrize(("pooling", "meant"), [(common_pb2.POOLING_MEAN, "mean"), (common_pb2.POOLING_LAST, "last")])
+def test_a_submit_that_asks_for_a_vector(pooling: Any, meant: str) -> None:
+    spec = submits.to_spec(a_submit(pooling=pooling), 11, model=EMBEDS, max_n=4)
+    assert (spec.pooling, spec.max_tokens) == (meant, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"pooling": common_pb2.POOLING_UNSPECIFIED}, "pooling"),
+        ({"sampling": common_pb2.SamplingParams(n=2)}, "n"),
+        ({"sampling": common_pb2.SamplingParams(logprobs=0)}, "logprobs"),
+        ({"sampling": common_pb2.SamplingParams(prompt_logprobs=0)}, "prompt_logprobs"),
+        ({"sampling": a_constraint(regex="a")}, "constraint"),
+        ({"replay": [engine_pb2.ChoiceReplay(token_id_i32le=le(1))]}, "replay"),
+    ],
+)
+def test_what_only_tokens_can_have_is_refused_beside_a_vector(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        submits.to_spec(a_submit(**{"pooling": common_pb2.POOLING_LAST, **changes}), 11, model=EMBEDS, max_n=4)
+    assert refused.value.field == field
+
+
+def test_a_row_is_told_how_it_pools() -> None:
+    plan = StepPlan(step_id=9)
+    for row, pooling in enumerate((None, "mean", "last")):
+        plan.new_rows.append(NewRow(row, 5, array("i", [4]), 1, b"", 0, "", None, pooling=pooling))
+    new = steps.step_message(plan).step.new_rows
+    assert [row.HasField("pooling") for row in new] == [False, True, True]
+    assert [row.pooling for row in new[1:]] == [common_pb2.POOLING_MEAN, common_pb2.POOLING_LAST]
+
+
+def test_vectors_come_by_epoch_and_go_by_handle() -> None:
+    message = worker_pb2.PooledVector(row=1, epoch=2**60, values_f32le=le(0.5, -0.25, code="f"))
+    outcome = steps.to_outcome(worker_pb2.StepResult(step_id=1, status=1, pooled=[message]))
+    assert outcome.pooled == {2**60: array("f", [0.5, -0.25])}
+    (frame,) = frames.frames(Outgoing(pooled=[Pooled(Owner(1, 7), outcome.pooled[2**60])]), 3)
+    assert list(frame.outputs.pooled) == [engine_pb2.PooledOutput(handle=7, values_f32le=message.values_f32le)]
+    message.values_f32le += b"x"
+    with pytest.raises(InvalidArgument, match="pooled"):
+        steps.to_outcome(worker_pb2.StepResult(step_id=1, status=1, pooled=[message]))
 
 
 def test_a_malformed_trace_is_ignored() -> None:

@@ -388,6 +388,10 @@ class TestPooledVectors:
         _, (vector,) = self.pool(runner(tmp_path, {"otherwise": {"pooled": [1, 0.5]}}), b"hello")
         assert vector.values == (1.0, 0.5)
 
+    def test_a_script_may_fail_the_step_that_pools(self, tmp_path: Path) -> None:
+        with pytest.raises(StepFailed, match="output token 0"):
+            self.pool(runner(tmp_path, {"otherwise": {"fail_at": 0}}), b"hello")
+
     def test_not_finite_on_request(self, tmp_path: Path) -> None:
         assert self.pool(runner(tmp_path, {"otherwise": {"nan_at": 0}}), b"hello") == ([ROW_NOT_FINITE], [])
 

@@ -349,6 +349,24 @@ def test_a_shape_needs_every_number(missing: str) -> None:
         wire.decode_shape(worker_pb2.InitCacheRequest(engine_incarnation=1, **numbers))
 
 
+@pytest.mark.parametrize(
+    ("pooling", "meant"), [(None, None), (common_pb2.POOLING_MEAN, "mean"), (common_pb2.POOLING_LAST, "last")]
+)
+def test_how_a_row_pools(pooling: Any, meant: str | None) -> None:
+    message = frame(1, [(2, 0, 3)], [new_row(2, [4, 5, 6])])
+    if pooling is not None:
+        message.new_rows[0].pooling = pooling
+    (row,) = wire.decode_step(message, BOUNDS, 7.5).new_rows
+    assert (row.pooling, row.fault) == (meant, None)
+
+
+def test_an_unknown_way_of_pooling_fails_the_row_alone() -> None:
+    message = frame(1, [(2, 0, 3)], [new_row(2, [4, 5, 6])])
+    message.new_rows[0].pooling = common_pb2.POOLING_UNSPECIFIED
+    (row,) = wire.decode_step(message, BOUNDS, 7.5).new_rows
+    assert row.fault == "pooling 0 is no way of pooling"
+
+
 def test_pooled_vectors_where_the_runner_makes_them() -> None:
     message = frame(1, [(2, 0, 3)], [new_row(2, [4, 5, 6])])
     message.flags_u8 = bytes([POOLS])

@@ -109,7 +109,7 @@ class KvCache(Resource):
         for table in request.tables:
             table.blocks += self.pool.take(count)
         request.blocks_covered += count
-        until = request.limit if request.promise_firm else len(request.tokens)
+        until = request.most_computed if request.promise_firm else len(request.tokens)
         if end < until or request.blocks_promised:
             held = sum([len(table.blocks) for table in request.tables])
             sure = min(end, len(request.tokens))  # the next step may begin there, if the drafts are wrong
@@ -304,7 +304,7 @@ class KvCache(Resource):
 
 def _promised_until(request: Request) -> int:
     """Tokens for which a request is promised blocks."""
-    return request.limit if request.protected else len(request.tokens)
+    return request.most_computed if request.protected else len(request.tokens)
 
 
 def _tail_first(request: Request) -> Iterator[int]:

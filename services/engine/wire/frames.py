@@ -51,6 +51,10 @@ def _outputs(out: Outgoing, step_id: int) -> engine_pb2.StepOutputs:
             )
             for event in out.prompt_logprobs
         ],
+        pooled=[
+            engine_pb2.PooledOutput(handle=event.owner.handle, values_f32le=to_bytes(event.values))
+            for event in out.pooled
+        ],
     )
 
 

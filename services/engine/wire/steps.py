@@ -9,6 +9,8 @@ from services.engine.plan import NewRow, PromptLogprobsChunk, StepMasks, StepOut
 from services.engine.request import MediaItem
 from services.engine.wire.columns import HASH_BYTES, to_bytes, to_column
 
+_POOLINGS = {"mean": common_pb2.POOLING_MEAN, "last": common_pb2.POOLING_LAST}
+
 
 def step_message(plan: StepPlan) -> worker_pb2.ExecuteRequest:
     """A plan as the worker takes it."""
@@ -43,6 +45,7 @@ def _new_row(row: NewRow) -> worker_pb2.NewRow:
         media=[_media_ref(item) for item in row.media],
         request_id=row.request_id,
         traceparent=row.traceparent,
+        pooling=None if row.pooling is None else _POOLINGS[row.pooling],
     )
 
 
@@ -90,6 +93,7 @@ def to_outcome(result: worker_pb2.StepResult) -> StepOutcome:
             PromptLogprobsChunk(chunk.row, chunk.epoch, chunk.first_position, to_logprobs(chunk.logprobs, None))
             for chunk in result.prompt_logprobs
         ),
+        pooled={each.epoch: to_column(each.values_f32le, "f", "pooled.values_f32le") for each in result.pooled},
         missing_media=tuple(result.missing_media),
         duration_us=result.duration_us,
     )

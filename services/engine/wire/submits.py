@@ -17,12 +17,11 @@ _GATEWAY_STATE_LIMIT = 64 * 1024
 _LOGPROBS_LIMIT = 20
 _MEDIA_LIMIT = 1024
 _MODALITIES = ("image", "video", "audio")
+_POOLINGS: dict[int, str] = {common_pb2.POOLING_MEAN: "mean", common_pb2.POOLING_LAST: "last"}
 
 
 def to_spec(submit: engine_pb2.Submit, gateway: int, *, model: ModelCard, max_n: int) -> RequestSpec:
     """A Submit as the core takes it. Raises for what is malformed or not served, naming the field."""
-    if submit.HasField("pooling"):
-        raise Unimplemented("pooled vectors are not served by this engine", field="pooling")
     if len(submit.token) != _TOKEN_BYTES:
         raise InvalidArgument(f"token has {len(submit.token)} bytes instead of {_TOKEN_BYTES}", field="token")
     if len(submit.gateway_state) > _GATEWAY_STATE_LIMIT:
@@ -31,6 +30,7 @@ def to_spec(submit: engine_pb2.Submit, gateway: int, *, model: ModelCard, max_n:
     n = sampling.n if sampling.HasField("n") else 1
     if n > max_n:
         raise InvalidArgument(f"n is {n}, above {max_n}", field="n")
+    pooling = _pooling(submit, model) if submit.HasField("pooling") else None
     prompt = to_column(submit.prompt_id_i32le, "i", "prompt")
     return RequestSpec(
         owner=Owner(gateway, submit.handle),
@@ -39,7 +39,7 @@ def to_spec(submit: engine_pb2.Submit, gateway: int, *, model: ModelCard, max_n:
         prompt=prompt,
         sampling=_for_worker(sampling).SerializeToString(),
         n=n,
-        max_tokens=sampling.max_tokens,
+        max_tokens=1 if pooling else sampling.max_tokens,
         min_tokens=sampling.min_tokens,
         eos_ids=_id_set(sampling.eos_token_ids, "eos_token_ids", vocab_size),
         stop_ids=_id_set(sampling.stop_token_ids, "stop_token_ids", vocab_size),
@@ -61,7 +61,28 @@ def to_spec(submit: engine_pb2.Submit, gateway: int, *, model: ModelCard, max_n:
         media=_media(submit.media, len(prompt), model),
         constraint=_constraint(sampling.constraint, vocab_size) if sampling.HasField("constraint") else None,
         num_speculative_tokens=sampling.num_speculative_tokens if sampling.HasField("num_speculative_tokens") else None,
+        pooling=pooling,
     )
+
+
+def _pooling(submit: engine_pb2.Submit, model: ModelCard) -> str:
+    """How the vector is made. What only tokens could have is refused; how they are chosen is not looked at."""
+    if "embed" not in model.capabilities:
+        raise Unimplemented(f"the model {model.name} makes no vectors", field="pooling")
+    if submit.pooling not in _POOLINGS:
+        raise InvalidArgument(f"pooling is {submit.pooling}, which is no way of pooling", field="pooling")
+    sampling = submit.sampling
+    asked = {
+        "n": sampling.HasField("n") and sampling.n != 1,
+        "logprobs": sampling.HasField("logprobs"),
+        "prompt_logprobs": sampling.HasField("prompt_logprobs"),
+        "constraint": sampling.HasField("constraint"),
+        "replay": bool(submit.replay),
+    }
+    for field, present in asked.items():
+        if present:
+            raise InvalidArgument(f"{field} is for tokens, but pooling asks for a vector", field=field)
+    return _POOLINGS[submit.pooling]
 
 
 def _for_worker(sampling: common_pb2.SamplingParams) -> common_pb2.SamplingParams:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from protos import worker_pb2
+from protos import common_pb2, worker_pb2
 from services.common.errors import InvalidArgument, TriptychError, Unimplemented
 from services.worker.step import (
     MASKED,
@@ -27,6 +27,7 @@ from services.worker.wire.media import decode_hash, decode_media
 from services.worker.wire.sampling import decode_sampling
 
 _NO_INTS = np.zeros(0, np.int32)
+_POOLINGS: dict[int, str] = {common_pb2.POOLING_MEAN: "mean", common_pb2.POOLING_LAST: "last"}
 
 
 @dataclass(slots=True, frozen=True)
@@ -149,10 +150,12 @@ def _new_row(message: worker_pb2.NewRow, bounds: Bounds) -> NewRow:
     fault: str | None = None
     params = SamplingParams(seed=message.seed)
     media: tuple[MediaItem, ...] = ()
+    pooling: str | None = None
     try:
         within(tokens, 0, bounds.vocab_size, "token_id_i32le")
         media = _media_of(message, bounds)
         params = decode_sampling(message.sampling, message.seed, bounds.vocab_size)
+        pooling = _pooling_of(message)
     except TriptychError as error:
         fault = error.message
     return NewRow(
@@ -164,8 +167,17 @@ def _new_row(message: worker_pb2.NewRow, bounds: Bounds) -> NewRow:
         request_id=message.request_id,
         traceparent=message.traceparent if message.HasField("traceparent") else None,
         media=media,
+        pooling=pooling,
         fault=fault,
     )
+
+
+def _pooling_of(message: worker_pb2.NewRow) -> str | None:
+    if not message.HasField("pooling"):
+        return None
+    if message.pooling not in _POOLINGS:
+        raise InvalidArgument(f"pooling {message.pooling} is no way of pooling", field="pooling")
+    return _POOLINGS[message.pooling]
 
 
 def _media_of(message: worker_pb2.NewRow, bounds: Bounds) -> tuple[MediaItem, ...]:

@@ -10,7 +10,8 @@ from services.common.errors import FailedPrecondition, InvalidArgument
 from services.gateway.chat import ChatTemplate, Conversation
 from services.gateway.limits import TextLimits
 from services.gateway.messages import Message, read_messages
-from tests.gateway.toys import CHATML
+from services.gateway.tools import Tool
+from tests.gateway.toys import CHATML, THINKING
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 LLAMA2 = """{{ bos_token }}{% for message in messages %}
@@ -82,7 +83,9 @@ def reference(template: str, messages: list[dict[str, Any]], **options: Any) -> 
     variables = options.pop("variables", {})
     if "add_generation_prompt" not in options:
         options["add_generation_prompt"] = not options.get("continue_final_message")
-    rendered, _ = render_jinja_template([messages], chat_template=template, **SPECIAL, **variables, **options)
+    tools = [tool.for_template() for tool in options.pop("tools", ())] or None
+    others: dict[str, Any] = {**SPECIAL, **variables, **options}
+    rendered, _ = render_jinja_template([messages], chat_template=template, tools=tools, **others)
     text: str = rendered[0]
     return text
 
@@ -92,6 +95,63 @@ def reference(template: str, messages: list[dict[str, Any]], **options: Any) -> 
 @pytest.mark.parametrize("options", [{}, {"add_generation_prompt": False}, {"variables": {"enable_thinking": False}}])
 def test_equals_transformers(template: str, messages: list[dict[str, Any]], options: dict[str, Any]) -> None:
     assert ours(template, messages, **options) == reference(template, messages, **options)
+
+
+MISTRAL = """{{- bos_token }}
+{%- if tools is not none %}{{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{{- '[INST]' + message.content + '[/INST]' }}
+    {%- elif message.tool_calls is defined and message.tool_calls is not none %}
+        {{- '[TOOL_CALLS][' }}
+        {%- for call in message.tool_calls %}
+            {%- set out = call.function | tojson %}{{- out[:-1] }}
+            {%- if not call.id is defined or call.id | length != 9 %}
+                {{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}
+            {%- endif %}
+            {{- ', "id": "' + call.id + '"}' }}{{- ', ' if not loop.last else ']' + eos_token }}
+        {%- endfor %}
+    {%- elif message.role == 'tool' %}
+        {%- if not message.tool_call_id is defined or message.tool_call_id | length != 9 %}
+            {{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}
+        {%- endif %}
+        {{- '[TOOL_RESULTS]' + message.content + message.tool_call_id + '[/TOOL_RESULTS]' }}
+    {%- else %}{{- ' ' + message.content + eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+
+
+def called(first: str, second: str) -> list[dict[str, Any]]:
+    """A turn with two calls of these ids, and their results."""
+    functions = [{"name": "f", "arguments": {"x": number}} for number in range(2)]
+    calls = [{"id": i, "type": "function", "function": f} for i, f in zip((first, second), functions, strict=True)]
+    results = [{"role": "tool", "content": "r", "tool_call_id": call_id} for call_id in (second, first)]
+    return [TALK[0], {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+
+
+@pytest.mark.parametrize("template", [MISTRAL, THINKING])
+def test_tools_calls_and_results_equal_transformers(template: str) -> None:
+    tools = (Tool("f", "does ü", {"type": "object", "properties": {"x": {"type": "integer"}}}), Tool("g"))
+    talk = called("abcdef123", "abcdef124")
+    assert ours(template, talk, tools=tools) == reference(template, talk, tools=tools)
+    assert ours(template, talk) == reference(template, talk)
+
+
+def test_ids_of_calls_are_short_where_the_template_wants_that() -> None:
+    text = ours(MISTRAL, called("call_0123456789abcdef01234567", "call_0123456789abcdef01234568"))
+    first, second = (part.split('"')[0] for part in text.split('"id": "')[1:])
+    assert len(first) == len(second) == 9
+    assert first != second
+    assert text.endswith(f"[TOOL_RESULTS]r{second}[/TOOL_RESULTS][TOOL_RESULTS]r{first}[/TOOL_RESULTS]")
+    with pytest.raises(InvalidArgument, match="length 9"):
+        ours(MISTRAL, [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}])
+
+
+def test_what_a_template_says_of_itself() -> None:
+    template = ChatTemplate(THINKING)
+    assert {"enable_thinking", "tools", "documents", "messages", "add_generation_prompt"} == template.names
+    assert (template.takes_tools, template.shows_calls, template.takes_system) == (True, True, True)
+    inner = "{% macro f(a) %}{{ a }}{{ deep }}{% endmacro %}{% set seen = seen or 1 %}{{ f(seen) }}{{ range(2) }}"
+    assert ChatTemplate(inner).names == {"deep", "seen"}
 
 
 def test_equals_transformers_with_documents_and_special_tokens() -> None:
@@ -130,6 +190,13 @@ def test_tool_results_in_parts_are_shown() -> None:
     result = {"role": "tool", "content": [{"type": "text", "text": "part one"}, {"type": "text", "text": "part two"}]}
     for template in (CHATML, QWEN):
         assert "part one\npart two" in ours(template, [*TALK, result])
+
+
+@pytest.mark.parametrize("last", [CALLS[3], {**CALLS[3], "content": "so"}, {"role": "assistant", "content": ""}])
+def test_a_message_with_calls_or_without_text_can_not_be_continued(last: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        ours(QWEN, [*TALK, last], continue_final_message=True)
+    assert caught.value.field == "continue_final_message"
 
 
 def test_a_template_that_wants_parts_gets_them() -> None:

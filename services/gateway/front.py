@@ -8,45 +8,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 from services.common import tracing
 from services.common.errors import ResourceExhausted, TriptychError, Unavailable
 from services.common.logs import Log
 from services.gateway.generation import Generation
-from services.gateway.inflight import EngineRequest
-from services.gateway.metrics import GatewayMetrics, RequestTimer
+from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import Model, Models
-from services.gateway.request import ChoiceTokens, Delta, EngineEvent, FinishReason, GenerateSpec, Position, Usage
+from services.gateway.request import Delta, FinishReason, Position, Usage
 from services.gateway.router import Router
+from services.gateway.text import Job
 
 _log = Log("requests")
 
 
-class _Timed:
-    """The engine's side of a request, with a clock that sees tokens come."""
-
-    __slots__ = ("_request", "_timer", "abort")
-
-    def __init__(self, request: EngineRequest, timer: RequestTimer) -> None:
-        self._request = request
-        self._timer = timer
-        self.abort = request.abort
-
-    async def receive(self) -> Sequence[EngineEvent]:
-        events = await self._request.receive()
-        count = sum(len(event.token_ids) for event in events if isinstance(event, ChoiceTokens))
-        if count:
-            self._timer.tokens(count)
-        return events
-
-
 class Running:
-    """One request that runs. Iterate `deltas` or await `whole`; then it is over, however that ends."""
+    """One request that runs. `read` its deltas until there are none, or await `whole`; `close` it however that ends."""
 
-    def __init__(
-        self, front: Front, model: Model, spec: GenerateSpec, *, arrived: float, needs_tokens: bool, echo: str
-    ) -> None:
+    def __init__(self, front: Front, model: Model, job: Job, *, arrived: float) -> None:
+        spec = job.spec
         self.model = model
         self.spec = spec
         self.created_s = int(time.time())
@@ -54,8 +36,9 @@ class Running:
         request = front.router.submit(spec)
         self.token = request.token
         self._timer = front.metrics.watch(spec, model.info.engine, arrived)
-        timed = _Timed(request, self._timer)
-        self._generation = Generation(spec, model.text.vocabulary, timed, needs_tokens=needs_tokens, echo=echo)
+        self._generation = Generation(
+            spec, model.text.vocabulary, request, shown=job.response, echo=job.echo, on_tokens=self._timer.tokens
+        )
         self._over = False
         front.began()
 
@@ -69,36 +52,29 @@ class Running:
         """Of the prompt, if asked for; complete before the first delta."""
         return self._generation.prompt_logprobs
 
-    async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Deltas as they come."""
-        with self._ending():
-            async for delta in self._generation:
-                self._note(delta)
-                yield delta
+    async def read(self) -> list[Delta]:
+        """What is new: it waits until there is something. Nothing after the end."""
+        return self._noted(await self._ending(self._generation.read()))
 
     async def whole(self) -> list[Delta]:
         """One delta per choice, when all have ended."""
-        with self._ending():
-            deltas = await self._generation.whole()
-            for delta in deltas:
-                self._note(delta)
-            return deltas
+        return self._noted(await self._ending(self._generation.whole()))
 
-    def _note(self, delta: Delta) -> None:
-        if delta.finish is not None:
-            self._timer.finish(delta.finish.reason)
-
-    @contextlib.contextmanager
-    def _ending(self) -> Iterator[None]:
-        """Around the reading of all deltas: however it ends, the request is over, and why is known."""
-        error: TriptychError | None = None
+    async def _ending(self, reading: Coroutine[Any, Any, list[Delta]]) -> list[Delta]:
+        """The request is over if reading fails, or the reader is cancelled."""
         try:
-            yield
-        except TriptychError as failed:
-            error = failed
+            return await reading
+        except BaseException as error:
+            self._end(error if isinstance(error, TriptychError) else None)
             raise
-        finally:
-            self._end(error)
+
+    def _noted(self, deltas: list[Delta]) -> list[Delta]:
+        for delta in deltas:
+            if delta.finish is not None:
+                self._timer.finish(delta.finish.reason)
+        if self._generation.over:
+            self._end(None)
+        return deltas
 
     def close(self) -> None:
         """Ends the request if it still runs."""
@@ -116,6 +92,7 @@ class Running:
             trace_id=tracing.trace_id(self.spec.traceparent),
             model=self.spec.model,
             n=self.spec.sampling.n,
+            labels=dict(self.spec.labels) or None,
             cached_tokens=self.usage.cached_tokens,
             error=None if error is None else error.message,
             **fields,
@@ -159,12 +136,10 @@ class Front:
         if self.draining:
             raise Unavailable("this gateway is draining", reason="DRAINING", retry_after_ms=1000)
 
-    def start(
-        self, model: Model, spec: GenerateSpec, *, arrived: float, needs_tokens: bool = False, echo: str = ""
-    ) -> Running:
+    def start(self, model: Model, job: Job, *, arrived: float) -> Running:
         """Submits a request that arrived at `arrived` (time.monotonic)."""
         self._refuse_if_closed()
-        return Running(self, model, spec, arrived=arrived, needs_tokens=needs_tokens, echo=echo)
+        return Running(self, model, job, arrived=arrived)
 
     def began(self) -> None:
         """A request runs."""

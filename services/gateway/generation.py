@@ -6,7 +6,7 @@ EngineStream ──receive──▶ events ──▶ a pipeline per choice ─�
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from services.common.errors import TriptychError, internal
@@ -20,6 +20,7 @@ from services.gateway.request import (
     Position,
     PromptLogprobs,
     RequestStarted,
+    ResponseOptions,
     Usage,
 )
 from services.gateway.stops import StopMatcher
@@ -39,7 +40,7 @@ class EngineStream(Protocol):
 
 
 class Generation:
-    """One request that runs. Iterate it, or await `whole`; `close` it however that ends."""
+    """One request that runs. `read` its deltas, or await `whole`; `close` it however that ends."""
 
     def __init__(
         self,
@@ -47,13 +48,17 @@ class Generation:
         vocabulary: Vocabulary,
         stream: EngineStream,
         *,
-        needs_tokens: bool = False,
+        shown: ResponseOptions | None = None,
         echo: str = "",
+        on_tokens: Callable[[int], None] = lambda count: None,
     ) -> None:
+        shown = shown or ResponseOptions()
         self.usage = Usage(len(spec.prompt_ids))
         self.prompt_logprobs: list[Position] = []
         self.failed = False
         self._stream = stream
+        self._on_tokens = on_tokens
+        self._interval = shown.stream_interval
         matcher = StopMatcher(spec.text.stop) if spec.text.stop else None
         self._pipelines = [
             ChoicePipeline(
@@ -62,31 +67,35 @@ class Generation:
                 spec.text,
                 matcher=matcher,
                 min_tokens=spec.sampling.min_tokens,
-                needs_tokens=needs_tokens,
+                needs_tokens=shown.needs_tokens,
                 echo=echo,
             )
             for choice in range(spec.sampling.n)
         ]
+        self._begun: set[int] = set()  # choices that have given a delta
         self._running = set(range(spec.sampling.n))  # choices that the engine has not finished and we not aborted
 
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Deltas as they come; events that queued up while the reader was busy are merged."""
-        try:
-            while self._running:
-                touched = self._apply(await self._receive())
-                for delta in self._take(touched):
-                    yield delta
-        finally:
-            self.close()
+    @property
+    def over(self) -> bool:
+        """Whether all choices have ended."""
+        return not self._running
+
+    async def read(self) -> list[Delta]:
+        """What is new, one delta per choice: it waits until there is something. Nothing after the end.
+
+        What queued up while the reader was busy is merged.
+        """
+        while self._running:
+            touched = self._apply(await self._receive())
+            if deltas := self._take([choice for choice in touched if self._is_due(choice)]):
+                return deltas
+        return []
 
     async def whole(self) -> list[Delta]:
         """One delta per choice, when all have ended."""
-        try:
-            while self._running:
-                self._apply(await self._receive())
-            return list(self._take(range(len(self._pipelines))))
-        finally:
-            self.close()
+        while self._running:
+            self._apply(await self._receive())
+        return self._take(range(len(self._pipelines)))
 
     def close(self) -> None:
         """Ends what still runs. Does nothing after a request that ended by itself."""
@@ -113,8 +122,10 @@ class Generation:
     def _apply(self, events: Sequence[EngineEvent]) -> Sequence[int]:
         """Takes events in; gives the choices that they concern, in order of their first event."""
         touched: dict[int, None] = {}
+        count = 0
         for event in events:
             if isinstance(event, ChoiceTokens):
+                count += len(event.token_ids)
                 if event.choice in self._running:
                     self._push(event)
                     touched[event.choice] = None
@@ -123,6 +134,8 @@ class Generation:
             elif isinstance(event, PromptLogprobs):
                 missing = len(self.prompt_logprobs) - event.first_position
                 self.prompt_logprobs.extend(event.positions[max(missing, 0) :])
+        if count:
+            self._on_tokens(count)
         return tuple(touched)
 
     def _push(self, event: ChoiceTokens) -> None:
@@ -134,10 +147,20 @@ class Generation:
             self._running.discard(event.choice)
             self._stream.abort(event.choice, FinishReason.STOP_STRING, pipeline.kept_tokens)
 
-    def _take(self, choices: Sequence[int]) -> Iterator[Delta]:
+    def _is_due(self, choice: int) -> bool:
+        """Whether a delta may come now: the first and the last at once, the others with enough tokens."""
+        pipeline = self._pipelines[choice]
+        if self._interval == 1 or choice not in self._begun or pipeline.finish is not None:
+            return True
+        return pipeline.ready_tokens >= self._interval
+
+    def _take(self, choices: Sequence[int]) -> list[Delta]:
+        deltas = []
         for choice in choices:
             delta = self._pipelines[choice].take()
             if delta is not None:
+                self._begun.add(choice)
                 self.usage.completion_tokens += len(delta.token_ids)
                 self.usage.reasoning_tokens += delta.reasoning_tokens
-                yield delta
+                deltas.append(delta)
+        return deltas

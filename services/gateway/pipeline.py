@@ -83,6 +83,11 @@ class ChoicePipeline:
         """Tokens up to the cut, or so far."""
         return self._received
 
+    @property
+    def ready_tokens(self) -> int:
+        """Tokens that a delta would have now."""
+        return len(self._ready)
+
     def push(self, tokens: ChoiceTokens) -> None:
         """Takes new tokens. Those that came before are dropped; a gap is an error."""
         if self.finish is not None:

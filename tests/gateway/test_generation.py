@@ -14,12 +14,14 @@ from services.common.errors import TriptychError, Unavailable
 from services.gateway.generation import Generation
 from services.gateway.request import (
     ChoiceTokens,
+    Delta,
     EngineEvent,
     Finish,
     FinishReason,
     GenerateSpec,
     PromptLogprobs,
     RequestStarted,
+    ResponseOptions,
     SamplingParams,
     TextOptions,
     TokenLogprob,
@@ -58,6 +60,15 @@ def generation(script: Script, n: int = 1, stop: tuple[str, ...] = (), echo: str
     return Generation(spec(n, stop), toys.vocabulary("byte_level"), script, echo=echo)
 
 
+async def told(running: Generation) -> list[Delta]:
+    """All deltas in order."""
+    deltas: list[Delta] = []
+    while news := await running.read():
+        assert len({delta.choice for delta in news}) == len(news)
+        deltas += news
+    return deltas
+
+
 def tokens(start: int, end: int, *, choice: int = 0, finish: FinishReason = FinishReason.NONE) -> ChoiceTokens:
     return ChoiceTokens(choice, start, IDS[start:end], finish)
 
@@ -70,7 +81,7 @@ async def test_a_request_that_ends_by_itself_is_never_aborted() -> None:
         [RequestStarted(2)], [tokens(0, 2)], [tokens(2, len(IDS), finish=LENGTH)], Unavailable("not read any more")
     )
     running = generation(script)
-    deltas = [delta async for delta in running]
+    deltas = await told(running)
     running.close()
     assert "".join(delta.text for delta in deltas) == TEXT
     assert deltas[-1].finish == Finish(LENGTH)
@@ -87,7 +98,7 @@ async def test_events_that_queued_up_are_merged_per_choice() -> None:
         [tokens(0, 1), tokens(0, 2, choice=1), tokens(1, 3), tokens(2, len(IDS), choice=1, finish=LENGTH)],
         [tokens(3, len(IDS), finish=LENGTH)],
     )
-    deltas = [delta async for delta in generation(script, n=2)]
+    deltas = await told(generation(script, n=2))
     assert [(delta.choice, delta.first_index) for delta in deltas] == [(0, 0), (1, 0), (0, 3)]
     assert deltas[1].text == TEXT
 
@@ -98,7 +109,7 @@ async def test_a_stop_string_aborts_its_choice_and_only_that() -> None:
         [tokens(len(IDS) - 1, len(IDS)), tokens(3, len(IDS), choice=1, finish=LENGTH)],
     )
     running = generation(script, n=2, stop=("own fox",))
-    deltas = [delta async for delta in running]
+    deltas = await told(running)
     kept = next(delta for delta in deltas if delta.choice == 0 and delta.finish)
     assert kept.finish == Finish(FinishReason.STOP_STRING, stop_string="own fox")
     assert script.aborts == [(0, FinishReason.STOP_STRING, len(kept.token_ids))]
@@ -116,32 +127,10 @@ async def test_no_abort_where_the_engine_ended_with_the_same_tokens() -> None:
 async def test_a_reader_that_leaves_aborts_what_runs() -> None:
     script = Script([tokens(0, 2), tokens(0, len(IDS), choice=1, finish=LENGTH)])
     running = generation(script, n=2)
-    deltas = aiter(running)
-    await anext(deltas)
-    await deltas.aclose()  # type: ignore[attr-defined]
+    await running.read()
+    running.close()
     running.close()
     assert script.aborts == [(0, FinishReason.ABORT, 2)]
-
-
-@pytest.mark.parametrize("whole", [False, True])
-async def test_a_cancelled_reader_aborts(whole: bool) -> None:
-    script = Script([tokens(0, 2)])
-    running = generation(script, n=2)
-
-    async def read() -> None:
-        if whole:
-            await running.whole()
-        else:
-            async for _ in running:
-                pass
-
-    task = asyncio.create_task(read())
-    for _ in range(5):
-        await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert script.aborts == [(None, FinishReason.ABORT, None)]
 
 
 async def test_close_before_the_first_event_aborts() -> None:
@@ -152,10 +141,11 @@ async def test_close_before_the_first_event_aborts() -> None:
 
 async def test_a_failure_reaches_the_reader_after_what_came_before_and_needs_no_abort() -> None:
     script = Script([tokens(0, 2)], Unavailable("the engine is gone"))
-    deltas = aiter(generation(script))
-    assert (await anext(deltas)).token_ids == IDS[:2]
+    running = generation(script)
+    assert [delta.token_ids for delta in await running.read()] == [IDS[:2]]
     with pytest.raises(Unavailable):
-        await anext(deltas)
+        await running.read()
+    running.close()
     assert script.aborts == []
 
 
@@ -176,9 +166,29 @@ async def test_prompt_logprobs_are_kept_once() -> None:
 
 async def test_echo_comes_once_per_choice() -> None:
     script = Script([tokens(0, 2), tokens(0, 3, choice=1, finish=LENGTH)], [tokens(2, len(IDS), finish=LENGTH)])
-    deltas = [delta async for delta in generation(script, n=2, echo="> ")]
+    deltas = await told(generation(script, n=2, echo="> "))
     assert "".join(delta.text for delta in deltas if delta.choice == 0) == "> " + TEXT
     assert deltas[1].text.startswith("> the")
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=30), st.integers(1, 6), st.sampled_from([(), ("fox",)]))
+def test_an_interval_is_the_fewest_tokens_between_the_first_and_the_last(
+    sizes: list[int], interval: int, stop: tuple[str, ...]
+) -> None:
+    bounds = [min(end, len(IDS)) for end in itertools.accumulate(sizes, initial=0)]
+    pieces = [[tokens(start, end)] for start, end in itertools.pairwise(bounds) if end > start]
+    script = Script(*pieces, [tokens(bounds[-1], len(IDS), finish=LENGTH)])
+    seen: list[int] = []
+    shown = ResponseOptions(stream_interval=interval)
+    running = Generation(spec(1, stop), toys.vocabulary("byte_level"), script, shown=shown, on_tokens=seen.append)
+    deltas = asyncio.run(told(running))
+    assert all(len(delta.token_ids) >= interval for delta in deltas[1:-1])
+    if not stop:  # a stop string holds the first tokens back where they may begin it
+        assert len(deltas[0].token_ids) == len(pieces[0][0].token_ids)
+    assert deltas[-1].finish is not None
+    assert "".join(delta.text for delta in deltas) == (TEXT.split("fox", maxsplit=1)[0] if stop else TEXT)
+    assert sum(seen) <= len(IDS)
 
 
 @settings(max_examples=60, deadline=None)
@@ -201,7 +211,7 @@ def test_streaming_joined_is_the_whole(data: st.DataObject) -> None:
             rest = rest[size:]
 
     async def both() -> None:
-        streamed = [delta async for delta in generation(Script(*batches), n=2, stop=stop)]
+        streamed = await told(generation(Script(*batches), n=2, stop=stop))
         whole = await generation(Script(events), n=2, stop=stop).whole()
         for choice in range(2):
             parts = [delta for delta in streamed if delta.choice == choice]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -18,7 +18,7 @@ from services.gateway.request import Delta, Usage
 from services.gateway.rest.chat_documents import Chat
 from services.gateway.rest.completion_documents import Completion
 from services.gateway.rest.documents import Documents, Head, Prompt, Shown
-from services.gateway.rest.merge import merge
+from services.gateway.rest.merge import Merge, Numbered
 from services.gateway.rest.reply import SSE, Reply
 from services.gateway.rest.responses.answer import About, Answer
 from services.gateway.rest.responses.items import read_input
@@ -26,7 +26,6 @@ from services.gateway.text import Envelope, Job
 from services.gateway.trace import TRACEPARENT, request_id_of
 
 Body = dict[str, Any]
-Deltas = AsyncGenerator[tuple[int, Delta], None]
 
 
 def parse(body: bytes) -> Body:
@@ -45,33 +44,39 @@ def _envelope(headers: Mapping[str, str]) -> Envelope:
 
 
 class _Stream:
-    """The events of a streamed answer. The first delta is there already, so that refusals were raised before."""
+    """The events of a streamed answer. The first deltas are there already, so that refusals were raised before."""
 
-    def __init__(
-        self, first: tuple[int, Delta] | None, deltas: Deltas, documents: Documents, runs: Sequence[Running]
-    ) -> None:
-        self._first = first
+    def __init__(self, first: Numbered, deltas: Merge, documents: Documents) -> None:
         self._deltas = deltas
         self._documents = documents
-        self._runs = runs
+        self._opening = documents.first() + self._chunks(first) if first else b""
+        self._over = False
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        documents = self._documents
-        chunk = documents.chunk
+    def __aiter__(self) -> _Stream:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._over:
+            raise StopAsyncIteration
+        if self._opening:
+            opening, self._opening = self._opening, b""
+            return opening
         try:
-            if self._first is not None:
-                yield documents.first() + chunk(*self._first)
-            async for number, delta in self._deltas:
-                yield chunk(number, delta)
-            yield documents.last()
+            if news := await self._deltas.read():
+                return self._chunks(news)
+            ending = self._documents.last()
         except TriptychError as error:
-            yield documents.failed(error)
+            ending = self._documents.failed(error)
+        self._over = True
+        return ending
+
+    def _chunks(self, news: Numbered) -> bytes:
+        chunk = self._documents.chunk
+        return b"".join([chunk(number, delta) for number, delta in news])
 
     async def aclose(self) -> None:
         """Ends the request where it runs."""
-        await self._deltas.aclose()
-        for run in self._runs:
-            run.close()
+        await self._deltas.close()
 
 
 class Renderer:
@@ -108,7 +113,7 @@ class Renderer:
         envelope = _envelope(headers)
         with self._front.arrival():
             job = await model.text.chat(values, envelope)
-        running = self._start(model, job, arrived)
+        running = self._front.start(model, job, arrived=arrived)
         head = Head(f"chatcmpl-{job.spec.request_id}", running.created_s, model.info.name)
         prompt = Prompt(job.spec.prompt_ids, running.prompt_logprobs)
         shown = _shown(model, job, lambda: running.usage)
@@ -142,7 +147,7 @@ class Renderer:
         with self._front.arrival():
             asked = read_fields(values, Api.RESPONSES)
             job = await model.text.respond(asked, read_input(asked.input, asked.instructions), envelope)
-        running = self._start(model, job, arrived)
+        running = self._front.start(model, job, arrived=arrived)
         about = About(job.spec.request_id, model.info.name, running.created_s, asked, job.spec.sampling)
         shown = _shown(model, job, lambda: running.usage)
         answer = Answer(about, shown)
@@ -150,14 +155,10 @@ class Renderer:
             return await _streamed([running], answer)
         return Reply(answer.whole(await running.whole()))
 
-    def _start(self, model: Model, job: Job, arrived: float) -> Running:
-        needs_tokens = job.response.needs_tokens
-        return self._front.start(model, job.spec, arrived=arrived, needs_tokens=needs_tokens, echo=job.echo)
-
     def _start_all(self, model: Model, jobs: Sequence[Job], arrived: float) -> list[Running]:
         runs: list[Running] = []
         try:
-            runs += [self._start(model, job, arrived) for job in jobs]
+            runs += [self._front.start(model, job, arrived=arrived) for job in jobs]
         except TriptychError:
             for run in runs:
                 run.close()
@@ -195,15 +196,12 @@ class Renderer:
 
 
 async def _streamed(runs: Sequence[Running], documents: Documents) -> Reply:
-    deltas = merge([run.deltas() for run in runs])
+    deltas = Merge(runs)
     try:
-        first = await anext(deltas, None)
+        return Reply(_Stream(await deltas.read(), deltas, documents), SSE)
     except BaseException:
-        await deltas.aclose()
-        for run in runs:
-            run.close()
+        await deltas.close()
         raise
-    return Reply(_Stream(first, deltas, documents, runs), SSE)
 
 
 async def _gather(runs: Sequence[Running]) -> list[list[Delta]]:

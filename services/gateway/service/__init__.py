@@ -19,10 +19,10 @@ from services.common import tracing
 from services.common.errors import InvalidArgument, Unimplemented
 from services.common.server import Server
 from services.gateway import wire
-from services.gateway.front import Front, Running
+from services.gateway.front import Front
 from services.gateway.models import Model
 from services.gateway.service import reading, writing
-from services.gateway.text import Envelope, Job
+from services.gateway.text import Envelope
 from services.gateway.trace import TRACEPARENT, request_id_of
 
 SERVICE = "triptych.v1.GatewayService"
@@ -49,7 +49,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):  # type: ignore[m
         values = reading.generate_values(request)
         with self._front.arrival():
             job = await model.text.generate(values, prompt, _envelope(context), prefix=reading.PREFIX)
-        async for message in writing.generated(self._start(model, job, arrived), job.response):
+        async for message in writing.generated(self._front.start(model, job, arrived=arrived), job.response):
             yield message
 
     async def Chat(self, request: gateway_pb2.ChatRequest, context: Context) -> AsyncIterator[gateway_pb2.ChatResponse]:
@@ -60,7 +60,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):  # type: ignore[m
         messages = reading.turns(request.messages)
         with self._front.arrival():
             job = await model.text.converse(values, messages, _envelope(context), prefix=reading.PREFIX)
-        async for message in writing.answered(self._start(model, job, arrived), job.response):
+        async for message in writing.answered(self._front.start(model, job, arrived=arrived), job.response):
             yield message
 
     async def Resume(
@@ -134,10 +134,6 @@ class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):  # type: ignore[m
         | gateway_pb2.DetokenizeRequest,
     ) -> Model:
         return self._front.models.get(request.model if request.HasField("model") else None)
-
-    def _start(self, model: Model, job: Job, arrived: float) -> Running:
-        needs_tokens = job.response.needs_tokens
-        return self._front.start(model, job.spec, arrived=arrived, needs_tokens=needs_tokens, echo=job.echo)
 
 
 def _envelope(context: Context) -> Envelope:

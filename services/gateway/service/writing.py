@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 
 from protos import gateway_pb2
 from services.gateway import wire
@@ -60,8 +59,8 @@ async def _deltas(running: Running, *, stream: bool) -> AsyncIterator[tuple[Delt
     left = running.spec.sampling.n
     first = True
     try:
-        async with aclosing(running.deltas()) as source:
-            async for delta in source:
+        while deltas := await running.read():
+            for delta in deltas:
                 left -= delta.finish is not None
                 yield delta, first, not left
                 first = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,6 +55,24 @@ def _type_name(value: object) -> str:
     return names.get(type(value), "something else")
 
 
+def whole(value: object) -> int | None:
+    """The value if it is a whole number: in JSON 8.0 is one, and true is none."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def read_ids(values: Sequence[object], field: str) -> tuple[int, ...]:
+    """Token ids; raises InvalidArgument that says which is none."""
+    ids = []
+    for i, value in enumerate(values):
+        token_id = whole(value)
+        if token_id is None:
+            raise wrong(field, "a token id", value, item=i)
+        ids.append(token_id)
+    return tuple(ids)
+
+
 @dataclass(slots=True, frozen=True)
 class Bool:
     """True or false."""
@@ -85,9 +103,10 @@ class Int:
 
     def read(self, value: object, field: str) -> int:
         """The value."""
-        if isinstance(value, bool) or not isinstance(value, int) or not self.low <= value <= self.high:
+        number = whole(value)
+        if number is None or not self.low <= number <= self.high:
             raise wrong(field, self.wanted, value)
-        return value
+        return number
 
 
 @dataclass(slots=True, frozen=True)
@@ -180,10 +199,7 @@ class Ids:
         """The ids."""
         if not isinstance(value, list | tuple) or len(value) > self.most:
             raise wrong(field, self.wanted, value)
-        for i, token_id in enumerate(value):
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise wrong(field, "a token id", token_id, item=i)
-        return tuple(value)
+        return read_ids(value, field)
 
 
 @dataclass(slots=True, frozen=True)
@@ -221,11 +237,9 @@ class Bias:
 
 
 def _key_id(key: object) -> int | None:
-    if isinstance(key, int) and not isinstance(key, bool):
-        return key
     if isinstance(key, str) and len(key) <= 20 and key.removeprefix("-").isascii() and key.removeprefix("-").isdigit():
         return int(key)
-    return None
+    return whole(key)
 
 
 @dataclass(slots=True, frozen=True)

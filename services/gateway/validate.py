@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from services.common.errors import InvalidArgument
 from services.gateway.asked import Asked
 from services.gateway.fields import Api, Caller
-from services.gateway.kinds import wrong
+from services.gateway.kinds import read_ids, whole, wrong
 from services.gateway.limits import DEFAULT_LIMITS, check_text
 from services.gateway.request import (
     Constraint,
@@ -70,8 +70,8 @@ def read_prompts(value: object, *, field: str = "prompt") -> list[str | tuple[in
         return [_text_prompt(value, field)]
     if not isinstance(value, list) or not value:
         raise wrong(field, "a string, an array of token ids, or an array of these", value)
-    if all(isinstance(item, int) and not isinstance(item, bool) for item in value):
-        return [tuple(value)]
+    if whole(value[0]) is not None:
+        return [read_ids(value, field)]
     if len(value) > DEFAULT_LIMITS.prompts:
         raise wrong(field, f"an array of at most {DEFAULT_LIMITS.prompts} prompts", value)
     return [_one_prompt(item, f"{field}[{i}]") for i, item in enumerate(value)]
@@ -82,10 +82,7 @@ def _one_prompt(item: object, field: str) -> str | tuple[int, ...]:
         return _text_prompt(item, field)
     if not isinstance(item, list) or not item:
         raise wrong(field, "a string or an array of token ids", item)
-    for i, token_id in enumerate(item):
-        if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise wrong(field, "a token id", token_id, item=i)
-    return tuple(item)
+    return read_ids(item, field)
 
 
 def _text_prompt(text: str, field: str) -> str:
@@ -95,7 +92,7 @@ def _text_prompt(text: str, field: str) -> str:
 
 def prompt_field(value: object, index: int, *, field: str = "prompt") -> str:
     """How a client spells the place of one of its prompts."""
-    alone = not isinstance(value, list) or isinstance(value[0], int)
+    alone = not isinstance(value, list) or whole(value[0]) is not None
     return field if alone else f"{field}[{index}]"
 
 

@@ -4,8 +4,9 @@ __main__    the API in a process of its own, in front of a gateway
 asgi        HTTP: routes, limits, errors, clients that leave
 openapi     the description of it all, from the tables of routes and fields
 answers     schemas of what is answered
+bodies      schemas of the fields that the table leaves open
 response_answers       those of /v1/responses
-schemas     schemas of what requests may hold
+schemas     words to write schemas with, and those of the kinds of fields
 routes      the table of routes
 http        the HTTP server inside our process
 facade      the same over google.api.HttpBody, for a proxy in front

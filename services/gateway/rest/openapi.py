@@ -8,7 +8,7 @@ import orjson
 
 from services.gateway.fields import REFUSED, Api, accepted
 from services.gateway.kinds import Anything
-from services.gateway.rest import answers, schemas
+from services.gateway.rest import answers, bodies, schemas
 from services.gateway.rest.routes import DESCRIPTION, ROUTES, Row
 from services.gateway.rest.schemas import Schema, either, nullable, ref
 
@@ -44,8 +44,8 @@ def document(version: str) -> bytes:
     paths: dict[str, dict[str, Any]] = {}
     for row in ROUTES:
         paths.setdefault(row.path, {})[row.method.lower()] = _operation(row)
-    bodies = {_NAMES[row.takes]: body(row.takes) for row in ROUTES if row.takes is not None}
-    components = {**bodies, **schemas.COMPONENTS, **answers.COMPONENTS}
+    taken = {_NAMES[row.takes]: body(row.takes) for row in ROUTES if row.takes is not None}
+    components = {**taken, **bodies.COMPONENTS, **answers.COMPONENTS}
     info = {"title": "Triptych", "version": version, "description": "OpenAI's API, and what belongs to it."}
     return orjson.dumps(
         {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": dict(sorted(components.items()))}}
@@ -63,15 +63,12 @@ def body(api: Api) -> Schema:
     for name, field in accepted(api).items():
         schema = _open(name, api) if isinstance(field.kind, Anything) else schemas.of_kind(field.kind)
         properties[name] = {**(schema if name in needed else nullable(schema)), "description": field.meaning}
-    whole: Schema = {"type": "object", "properties": properties, "additionalProperties": False}
-    if api is Api.TOKENIZE:
-        prompt: Schema = {"required": ["prompt"], "properties": {"prompt": schemas.STRING}}
-        return {**whole, **either(prompt, {"required": ["messages"]})}
-    return {**whole, "required": list(needed)}
+    required = {name: properties.pop(name) for name in needed}
+    return schemas.only(required, properties)
 
 
 def _open(name: str, api: Api) -> Schema:
-    return next(schema for apis, schema in schemas.OPEN[name].items() if api in apis)
+    return next(schema for apis, schema in bodies.OPEN[name].items() if api in apis)
 
 
 def _operation(row: Row) -> Schema:

@@ -1,0 +1,136 @@
+"""JSON schemas of the fields that the table leaves open: messages, items, prompts, tools, formats."""
+
+from __future__ import annotations
+
+from services.gateway.fields import Api, accepted
+from services.gateway.limits import DEFAULT_LIMITS as LIMITS
+from services.gateway.rest.schemas import (
+    ANYTHING,
+    BOOLEAN,
+    NAME,
+    NULL,
+    OBJECT,
+    STRING,
+    TOKEN_ID,
+    Schema,
+    array,
+    either,
+    nullable,
+    of_kind,
+    only,
+    ref,
+    some,
+)
+
+_EMPTY: Schema = {"enum": [None, "", [], {}, False, 0]}
+_FUNCTION: Schema = {"const": "function"}
+_FUNCTION_NAME: Schema = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"}
+_OFFERED = (
+    {"name": _FUNCTION_NAME},
+    {"description": nullable(STRING), "parameters": nullable(OBJECT), "strict": nullable(BOOLEAN)},
+)
+_TOKENS: Schema = array(TOKEN_ID, minItems=1)
+
+# Conversations
+
+_ROLE: Schema = either({"enum": ["system", "developer", "user", "assistant", "tool"]}, NAME)
+_CALLED: Schema = some({"name": NAME}, {"arguments": {"type": ["string", "object", "null"]}})
+_SAID = {
+    "content": either(STRING, array(ref("ContentPart")), NULL),
+    "tool_calls": either(array(ref("ToolCall")), NULL),
+    **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), nullable(STRING)),
+}
+_BESIDE = {
+    "tool_call_id": nullable(STRING),
+    "name": nullable(STRING),
+    **dict.fromkeys(("refusal", "audio", "function_call", "annotations"), _EMPTY),
+}
+_MESSAGE: Schema = {**only({"role": _ROLE}, {**_SAID, **_BESIDE}), "anyOf": [{"required": [name]} for name in _SAID]}
+
+# Items of /v1/responses
+
+_MARKS = dict.fromkeys(("id", "status"), ANYTHING)
+_BLANK = dict.fromkeys(("phase", "encrypted_content", "namespace", "caller"), _EMPTY)
+
+
+def _item(kind: str, required: dict[str, Schema], optional: dict[str, Schema] | None = None) -> Schema:
+    return only({"type": {"const": kind}, **required}, {**(optional or {}), **_MARKS, **_BLANK})
+
+
+def _part(kind: str, key: str, *marks: str) -> Schema:
+    return only({"type": {"const": kind}, key: STRING}, {**dict.fromkeys(marks, ANYTHING), **_BLANK})
+
+
+_INPUT_TEXT = _part("input_text", "text")
+_SPOKEN = array(
+    either(_INPUT_TEXT, _part("output_text", "text", "annotations", "logprobs"), _part("refusal", "refusal"))
+)
+_SPEAKER: Schema = {"enum": ["user", "assistant", "system", "developer"]}
+_THOUGHT = {
+    "summary": either(STRING, array(_part("summary_text", "text")), NULL),
+    "content": either(STRING, array(_part("reasoning_text", "text")), NULL),
+}
+
+# What the output must be
+
+_FORMAT_NAME = {"name": _FUNCTION_NAME, "schema": ANYTHING}
+_FORMAT_NOTES = {"description": nullable(STRING), "strict": nullable(BOOLEAN)}
+_PLAIN: Schema = only({"type": {"enum": ["text", "json_object"]}})
+_JSON_SCHEMA: Schema = {"const": "json_schema"}
+
+COMPONENTS: dict[str, Schema] = {
+    "TokenId": {"type": "integer", "minimum": 0, "description": "An id of the model's vocabulary."},
+    "ContentPart": either(STRING, only({"type": {"const": "text"}, "text": STRING})),
+    "ToolCall": some({"function": _CALLED}, {"id": nullable(STRING), "type": _FUNCTION}),
+    "Message": _MESSAGE,
+    "Messages": array(ref("Message"), minItems=1, maxItems=LIMITS.messages),
+    "Prompt": either(STRING, _TOKENS, array(either(STRING, _TOKENS), minItems=1, maxItems=LIMITS.prompts)),
+    "InputItem": either(
+        only(
+            {"role": _SPEAKER, "content": either(STRING, _SPOKEN)}, {"type": {"const": "message"}, **_MARKS, **_BLANK}
+        ),
+        _item("reasoning", {}, _THOUGHT),
+        _item("function_call", {"call_id": NAME, "name": NAME, "arguments": STRING}),
+        _item("function_call_output", {"call_id": NAME, "output": either(STRING, array(_INPUT_TEXT))}),
+    ),
+    "Input": either(STRING, array(ref("InputItem"), minItems=1, maxItems=LIMITS.messages)),
+    "Tool": only({"type": _FUNCTION, "function": only(*_OFFERED)}),
+    "ResponseTool": only({"type": _FUNCTION, **_OFFERED[0]}, _OFFERED[1]),
+    "ToolChoice": either(
+        {"enum": ["none", "auto", "required"]}, only({"type": _FUNCTION, "function": only({"name": STRING})})
+    ),
+    "ResponseToolChoice": either({"enum": ["none", "auto", "required"]}, only({"type": _FUNCTION, "name": STRING})),
+    "ResponseFormat": either(_PLAIN, only({"type": _JSON_SCHEMA, "json_schema": only(_FORMAT_NAME, _FORMAT_NOTES)})),
+    "TextFormat": either(_PLAIN, only({"type": _JSON_SCHEMA, **_FORMAT_NAME}, _FORMAT_NOTES)),
+    "StructuredOutputs": only(
+        {},
+        {
+            "json": ANYTHING,
+            "json_object": {"enum": [True, None]},
+            "regex": nullable(STRING),
+            "choice": either(array(STRING, minItems=1), NULL),
+            "grammar": nullable(STRING),
+            **dict.fromkeys(
+                ("disable_any_whitespace", "disable_additional_properties", "disable_fallback"), nullable(BOOLEAN)
+            ),
+        },
+    ),
+}
+"""What a kind leaves open."""
+
+OPEN: dict[str, dict[Api, Schema]] = {
+    "messages": {Api.ANY: ref("Messages")},
+    "prompt": {Api.COMPLETIONS: ref("Prompt"), Api.TOKENIZE: STRING},
+    "input": {Api.EMBEDDINGS: ref("Prompt"), Api.RESPONSES: ref("Input")},
+    "documents": {Api.ANY: array(OBJECT)},
+    "tools": {
+        Api.CHAT | Api.TOKENIZE: array(ref("Tool"), maxItems=LIMITS.tools),
+        Api.RESPONSES: array(ref("ResponseTool"), maxItems=LIMITS.tools),
+    },
+    "tool_choice": {Api.CHAT: ref("ToolChoice"), Api.RESPONSES: ref("ResponseToolChoice")},
+    "response_format": {Api.ANY: ref("ResponseFormat")},
+    "structured_outputs": {Api.ANY: ref("StructuredOutputs")},
+    "text": {Api.ANY: only({}, {"format": either(ref("TextFormat"), NULL), "verbosity": {"enum": ["medium", None]}})},
+    "reasoning": {Api.ANY: some({}, {"effort": nullable(of_kind(accepted(Api.CHAT)["reasoning_effort"].kind))})},
+}
+"""The fields that take anything, by name and by call."""

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.lib.streaming._deltas import accumulate_delta
 
+from services.common.errors import Unavailable
 from services.gateway.request import (
     Delta,
     Finish,
@@ -208,6 +209,34 @@ def test_logprobs_stand_beside_reasoning_text_and_calls_alike() -> None:
     assert entries[0]["bytes"] == list(toys.vocabulary("byte_level").token_bytes(65))
     assert chunks[0]["choices"] == []
     assert chunks[0]["prompt_token_ids"] == []
+
+
+def test_what_was_asked_about_the_prompt_comes_before_the_first_choice() -> None:
+    prompt = Prompt((70, 71), ((), positions(71)[0]))
+    chat = Chat(HEAD, shown(return_token_ids=True), prompt, 1)
+    whole = json.loads(chat.whole([Delta(0, 0, "a", (65,), finish=STOP)]))
+    first, *rest = chunks_of(chat.first())
+    for document in (first, whole):
+        assert document["prompt_token_ids"] == [70, 71]
+        nothing, second = document["prompt_logprobs"]
+        assert nothing is None
+        assert {token_id: (entry["logprob"], entry["rank"]) for token_id, entry in second.items()} == {
+            "71": (-0.5, 1),
+            "0": (-9999.0, 9),
+        }
+    assert not any("prompt_logprobs" in chunk for chunk in rest)
+
+
+def test_a_stream_that_fails_has_an_error_and_no_end() -> None:
+    error = Unavailable("the engine is gone", reason="ENGINE_LOST")
+    for documents in (Chat(HEAD, shown(), NOTHING, 1), Completion(HEAD, shown(), [NOTHING], 1)):
+        (event,) = documents.failed(error).decode().split("\n\n")[:-1]
+        assert json.loads(event.removeprefix("data: "))["error"] == {
+            "message": "the engine is gone",
+            "type": error.kind,
+            "param": None,
+            "code": "engine_lost",
+        }
 
 
 def test_tokens_of_completions_may_be_spelled_as_ids() -> None:

@@ -4,6 +4,8 @@
     item added ── arguments delta … ── arguments done ── item done                 function_call
 
 One item is open at a time. The items of a whole answer are those of its only delta: the same code.
+A delta does not say whether its text or its calls came first, so it is taken for text, then calls; text
+that a stream brings after a call is a further message there.
 """
 
 from __future__ import annotations
@@ -192,13 +194,14 @@ class Output:
         self._told = []
         if delta.reasoning:
             self._told.append(self._text(Reasoning).add(delta.reasoning))
+        begun = [piece for piece in delta.tool_calls if piece.id is None]  # it was open before all else that is new
+        for piece in begun:
+            self._argue(piece.arguments)
         if delta.text:
             self._told.append(self._text(Message).add(delta.text, self._entries(delta)))
-        for piece in delta.tool_calls:
-            if piece.id is not None:
-                self._begin(self._call(piece.id, piece.name or ""))
-            if piece.arguments and self._open is not None:
-                self._told.append(self._open.add(piece.arguments))
+        for piece in delta.tool_calls[len(begun) :]:
+            self._begin(self._call(piece.id or "", piece.name or ""))
+            self._argue(piece.arguments)
         if delta.finish is not None:
             if self._open is None and not self.done:
                 self._text(Message)  # an answer without a word is one all the same
@@ -218,6 +221,10 @@ class Output:
         item = kind(self._events, self._name, self._place)
         self._begin(item)
         return item
+
+    def _argue(self, arguments: str) -> None:
+        if arguments and self._open is not None:
+            self._told.append(self._open.add(arguments))
 
     def _call(self, call_id: str, function: str) -> Call:
         return Call(self._events, self._name, self._place, call_id=call_id, function=function)

@@ -318,14 +318,19 @@ _GRPC_NAMES: Mapping[str, str] = {
 
 @dataclass(slots=True, frozen=True)
 class Caller:
-    """The call that a request came by. `prefix` is how it spells sampling options; "" for JSON, where all is flat."""
+    """The call that a request came by, and how it spells fields.
+
+    prefix  before sampling options; "" for JSON, where all is flat
+    within  the part of the request that has all of these fields, before each of them
+    """
 
     api: Api
     prefix: str = ""
+    within: str = ""
 
     def spell(self, name: str) -> str:
         """A field as the client knows it."""
-        return _GRPC_NAMES.get(name, self.prefix + name) if self.prefix else name
+        return self.within + (_GRPC_NAMES.get(name, self.prefix + name) if self.prefix else name)
 
 
 def accepted(api: Api) -> dict[str, Field]:

@@ -18,7 +18,7 @@ from protos import gateway_pb2, gateway_pb2_grpc
 from services.common import tracing
 from services.common.errors import InvalidArgument, Unimplemented
 from services.common.server import Server
-from services.gateway import wire
+from services.gateway import embeddings, wire
 from services.gateway.front import Front
 from services.gateway.models import Model
 from services.gateway.service import reading, writing
@@ -91,7 +91,8 @@ class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):  # type: ignore[m
                     ids = await model.text.tokenize(request.text, add_special_tokens=special)
                 case "messages":
                     messages = reading.turns(request.messages.messages, "messages.messages")
-                    ids = await model.text.tokenize_messages(messages, reading.tokenize_asked(request))
+                    asked = reading.tokenize_asked(request)
+                    ids = await model.text.tokenize_messages(messages, asked, reading.TOKENIZE)
                 case _:
                     raise InvalidArgument("input: text or messages is needed", field="input")
         pieces = [model.text.vocabulary.piece(token_id) for token_id in ids]
@@ -107,8 +108,13 @@ class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):  # type: ignore[m
         return gateway_pb2.DetokenizeResponse(text=text)
 
     async def Embed(self, request: gateway_pb2.EmbedRequest, context: Context) -> gateway_pb2.EmbedResponse:
-        """Not built."""
-        raise Unimplemented("Embed is not supported by this server")
+        """A vector for each input."""
+        arrived = time.monotonic()
+        model = self._model_of(request)
+        with self._front.arrival():
+            inputs = await embeddings.read(model, reading.embed_asked(request), _envelope(context), field="inputs")
+        vectors = await embeddings.embed(self._front, model, inputs, writing.embedding, arrived=arrived)
+        return gateway_pb2.EmbedResponse(embeddings=vectors, usage=wire.usage(inputs.usage))
 
     async def ListModels(
         self, request: gateway_pb2.ListModelsRequest, context: Context
@@ -131,7 +137,8 @@ class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):  # type: ignore[m
         request: gateway_pb2.GenerateRequest
         | gateway_pb2.ChatRequest
         | gateway_pb2.TokenizeRequest
-        | gateway_pb2.DetokenizeRequest,
+        | gateway_pb2.DetokenizeRequest
+        | gateway_pb2.EmbedRequest,
     ) -> Model:
         return self._front.models.get(request.model if request.HasField("model") else None)
 

@@ -5,19 +5,24 @@ Errors name a field as its message spells it: "sampling.top_p", "options.priorit
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import orjson
 from google.protobuf.message import Message as ProtoMessage
 
 from protos import common_pb2, gateway_pb2
 from services.common.errors import InvalidArgument
 from services.gateway.asked import Asked
+from services.gateway.fields import Api, Caller, read_fields
+from services.gateway.kinds import Object
+from services.gateway.limits import DEFAULT_LIMITS
 from services.gateway.messages import Message, ToolCall, make_message, refuse_part
 
 PREFIX = "sampling."
 """How the messages spell most fields of the table."""
+TOKENIZE = Caller(Api.TOKENIZE, PREFIX, "messages.")
+"""Who asks for the ids of a conversation."""
 _OF_CHAT = (
     "add_generation_prompt",
     "chat_template",
@@ -28,6 +33,7 @@ _OF_CHAT = (
     "reasoning_effort",
 )
 _CHOICES = frozenset({"none", "auto", "required"})
+_POOLINGS: Mapping[int, str] = {common_pb2.POOLING_MEAN: "mean", common_pb2.POOLING_LAST: "last"}
 Json = Any
 
 
@@ -55,7 +61,7 @@ def chat_values(request: gateway_pb2.ChatRequest) -> dict[str, object]:
     values = _options(request)
     said = _said(request)
     values.update({name: said[name] for name in _OF_CHAT if name in said})
-    values.update(_documents(said, ""))
+    values.update(_documents(said))
     if "tool_choice" in said:
         values["tool_choice"] = _tool_choice(request.tool_choice)
     return values
@@ -63,22 +69,45 @@ def chat_values(request: gateway_pb2.ChatRequest) -> dict[str, object]:
 
 def turns(messages: Sequence[gateway_pb2.ChatMessage], where: str = "messages") -> list[Message]:
     """The turns of a conversation."""
-    if not messages:
-        raise InvalidArgument(f"{where}: at least one message is needed", field=where)
+    if not 0 < len(messages) <= DEFAULT_LIMITS.messages:
+        most = DEFAULT_LIMITS.messages
+        raise InvalidArgument(f"{where}: 1 to {most} messages are needed, not {len(messages)}", field=where)
     return [_turn(message, f"{where}[{i}]") for i, message in enumerate(messages)]
 
 
 def tokenize_asked(request: gateway_pb2.TokenizeRequest) -> Asked:
     """What a Tokenize of messages says of its prompt."""
     said = _said(request.messages)
-    values = _documents(said, "messages.")
+    values = _documents(said, TOKENIZE.within)
+    variables = values.get("chat_template_kwargs")
+    if variables is not None:
+        variables = Object().read(variables, TOKENIZE.spell("chat_template_kwargs"))
     return Asked(
         add_special_tokens=request.add_special_tokens if request.HasField("add_special_tokens") else None,
         add_generation_prompt=said.get("add_generation_prompt"),
         continue_final_message=said.get("continue_final_message"),
         tools=values.get("tools"),
-        chat_template_kwargs=values.get("chat_template_kwargs"),
+        chat_template_kwargs=variables,
     )
+
+
+def embed_asked(request: gateway_pb2.EmbedRequest) -> Asked:
+    """What an Embed asks for; its inputs are texts and arrays of ids."""
+    values = _said(request)
+    values["input"] = [_input(message, f"inputs[{i}]") for i, message in enumerate(values.pop("inputs", ()))]
+    if request.HasField("pooling"):
+        values["pooling"] = _POOLINGS.get(request.pooling, request.pooling)
+    return read_fields(values, Api.EMBEDDINGS)
+
+
+def _input(message: gateway_pb2.EmbedInput, where: str) -> str | list[int]:
+    match message.WhichOneof("kind"):
+        case "text":
+            return message.text
+        case "token_ids":
+            return list(message.token_ids.ids)
+        case _:
+            raise InvalidArgument(f"{where}: text or token_ids is needed", field=where)
 
 
 def token(data: bytes) -> bytes:
@@ -124,18 +153,10 @@ def _constraint(message: common_pb2.Constraint) -> Mapping[str, object]:
     return {kind: _said(message)[kind]}
 
 
-def _documents(said: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _documents(said: Mapping[str, Any], where: str = "") -> dict[str, Json]:
     """The fields that hold JSON text, read."""
-    values = {}
-    for name in ("chat_template_kwargs", "tools", "documents"):
-        spelled = f"{name}_json"
-        if spelled in said:
-            values[name] = _json(said[spelled], where + spelled)
-    kwargs = values.get("chat_template_kwargs", {})
-    if not isinstance(kwargs, dict):
-        field = f"{where}chat_template_kwargs_json"
-        raise InvalidArgument(f"{field}: must be an object", field=field)
-    return values
+    spelled = {name: f"{name}_json" for name in ("chat_template_kwargs", "documents", "tools")}
+    return {name: _json(said[field], where + field) for name, field in spelled.items() if field in said}
 
 
 def _tool_choice(text: str) -> Json:
@@ -143,12 +164,9 @@ def _tool_choice(text: str) -> Json:
 
 
 def _json(text: str, field: str) -> Json:
-    def constant(word: str) -> None:
-        raise ValueError(f"{word} is no number")
-
     try:
-        return json.loads(text, parse_constant=constant)
-    except (ValueError, RecursionError) as error:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
         raise InvalidArgument(f"{field}: no JSON: {error}", field=field) from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import AsyncIterator
 
 from protos import gateway_pb2
@@ -43,6 +44,11 @@ async def answered(running: Running, options: ResponseOptions) -> AsyncIterator[
         begun.add(delta.choice)
         _frame(message, running, delta, first=first, last=last)
         yield message
+
+
+def embedding(vector: array[float]) -> gateway_pb2.Embedding:
+    """One of the vectors of an Embed."""
+    return gateway_pb2.Embedding(values=vector)
 
 
 def _call(piece: ToolCallDelta) -> gateway_pb2.ToolCall:

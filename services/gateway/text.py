@@ -11,12 +11,15 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from services.common.errors import InvalidArgument, Unimplemented
+from services.common.errors import InvalidArgument
 from services.gateway.asked import Asked
+from services.gateway.constraints.building import Constraints
+from services.gateway.constraints.parts import Calls, Surroundings
 from services.gateway.fields import Api, Caller, read_fields
 from services.gateway.kinds import wrong
+from services.gateway.limits import DEFAULT_LIMITS
 from services.gateway.messages import Message, read_messages
-from services.gateway.parsers.formats import opens_reasoning
+from services.gateway.parsers.formats import opens_reasoning, tool_format
 from services.gateway.prompts import Prompts, Rendered, TextSettings
 from services.gateway.request import (
     Constraint,
@@ -28,7 +31,7 @@ from services.gateway.request import (
 )
 from services.gateway.text_files import TextFiles, read_files
 from services.gateway.tokenize import Tokenizer, TokenizerPool
-from services.gateway.tools import Tool, read_tool_choice, read_tools
+from services.gateway.tools import Tool, ToolChoice, read_tool_choice, read_tools
 from services.gateway.validate import (
     ModelFacts,
     check_ids,
@@ -89,6 +92,7 @@ class ModelText:
         self.facts = facts
         self._pool = pool
         self._prompts = prompts
+        self._constraints = Constraints()
 
     @classmethod
     async def load(
@@ -121,6 +125,7 @@ class ModelText:
     def close(self) -> None:
         """Lets the threads end."""
         self._pool.close()
+        self._constraints.close()
 
     # Jobs
 
@@ -144,8 +149,9 @@ class ModelText:
         """The jobs of a /v1/completions body, one per prompt."""
         request = _Request(read_fields(body, Api.COMPLETIONS), Caller(Api.COMPLETIONS), envelope)
         prompts = read_prompts(request.asked.prompt)
+        constraint = await self._constraints.build(request.asked, request.caller)
         return [
-            await self._continue(request, prompt, prompt_field(request.asked.prompt, i))
+            await self._continue(request, prompt, prompt_field(request.asked.prompt, i), constraint)
             for i, prompt in enumerate(prompts)
         ]
 
@@ -155,13 +161,17 @@ class ModelText:
         """The job of a gRPC Generate."""
         asked = read_fields(values, Api.GRPC, prefix=prefix)
         field = "text" if isinstance(prompt, str) else "token_ids"
-        return await self._continue(_Request(asked, Caller(Api.GRPC, prefix), envelope), prompt, field)
+        caller = Caller(Api.GRPC, prefix)
+        constraint = await self._constraints.build(asked, caller)
+        return await self._continue(_Request(asked, caller, envelope), prompt, field, constraint)
 
     async def inputs(self, asked: Asked, *, field: str = "input") -> list[tuple[int, ...]]:
         """The ids of what a request for vectors has as its input."""
         inputs = []
-        for i, text in enumerate(read_prompts(asked.input, field=field)):
+        for i, text in enumerate(read_prompts(asked.input, field=field, most=DEFAULT_LIMITS.inputs)):
             where = prompt_field(asked.input, i, field=field)
+            if not text:  # the tokenizer may make a token of its own of it
+                raise InvalidArgument(f"{where}: empty; at least one token is needed", field=where)
             ids = await self._prompts.ids(text, asked, Caller(Api.EMBEDDINGS), where)
             check_prompt(ids, self.facts, where, answer=0)
             inputs.append(ids)
@@ -219,7 +229,10 @@ class ModelText:
         continued = messages[-1].text if asked.continue_final_message else ""
         text = self._answer(request, rendered, continued, shown)
         prompt = _Prompt(rendered.ids, "messages", continued if asked.echo else "")
-        return await self._job(request, prompt, text, await self._constraint(request))
+        calls = self._calls(request, text.tools, tools, choice)
+        around = Surroundings(text.reasoning, self.vocabulary, () if calls is None else calls.marks)
+        constraint = await self._constraints.build(asked, caller, calls=calls, around=around)
+        return await self._job(request, prompt, text, constraint)
 
     def _answer(self, request: _Request, rendered: Rendered, continued: str, tools: Sequence[Tool]) -> TextOptions:
         """How the answer to a conversation is read: reasoning and calls apart from text."""
@@ -237,32 +250,32 @@ class ModelText:
         kept = form.kept_ids(self.vocabulary, tools=bool(tools))
         return text_options(asked, kept_ids=kept, reasoning=reasoning, tools=calls)
 
-    async def _continue(self, request: _Request, prompt: str | Sequence[int], field: str) -> Job:
+    def _calls(
+        self, request: _Request, options: ToolOptions | None, tools: Sequence[Tool], choice: ToolChoice
+    ) -> Calls | None:
+        """What calls of tools must look like; None where there are none."""
+        if options is None:
+            return None
+        form = tool_format(options.format)
+        caller = request.caller
+        flat = caller.api is Api.RESPONSES
+        return Calls(tools, choice, form.shape, form.markers, options.parallel, caller.spell("tools"), flat)
+
+    async def _continue(
+        self, request: _Request, prompt: str | Sequence[int], field: str, constraint: Constraint | None
+    ) -> Job:
         asked, caller = request.asked, request.caller
         special = asked.add_special_tokens is not False
         ids = await self._prompts.ids(prompt, asked, caller, field, add_special_tokens=special)
         text = text_options(asked)
         echo = await self._echo(prompt, ids, asked, text) if asked.echo else ""
         whole = _Prompt(ids, field, echo, echoed=bool(asked.echo))
-        return await self._job(request, whole, text, await self._constraint(request))
+        return await self._job(request, whole, text, constraint)
 
     async def _echo(self, prompt: str | Sequence[int], ids: tuple[int, ...], asked: Asked, text: TextOptions) -> str:
         if isinstance(prompt, str) and asked.truncate_prompt_tokens is None:
             return prompt
         return await self._pool.decode(ids, skip_special_tokens=text.skip_special_tokens)
-
-    async def _constraint(self, request: _Request) -> Constraint | None:
-        asked, caller = request.asked, request.caller
-        for name, value in (
-            ("response_format", asked.response_format),
-            ("structured_outputs", asked.structured_outputs),
-            ("constraint", asked.constraint),
-            ("text", asked.text),
-        ):
-            if value is not None:
-                field = caller.spell(name)
-                raise Unimplemented(f"{field}: not supported by this server", field=field)
-        return None
 
     async def _job(self, request: _Request, prompt: _Prompt, text: TextOptions, constraint: Constraint | None) -> Job:
         asked, caller, envelope = request.asked, request.caller, request.envelope

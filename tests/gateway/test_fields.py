@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from protos import common_pb2
 from services.common.errors import InvalidArgument, Unimplemented
 from services.gateway.fields import FIELDS, REFUSED, Api, Asked, accepted, read_fields
+from services.gateway.kinds import Ids, Int, Number
 from services.worker.wire import decode_sampling
 
 APIS = (
@@ -116,3 +118,25 @@ def test_two_names_of_one_field_must_agree() -> None:
     assert read_fields({"max_tokens": 5, "max_completion_tokens": 5}, Api.CHAT).max_tokens == 5
     with pytest.raises(InvalidArgument, match="contradicts"):
         read_fields({"max_tokens": 5, "max_completion_tokens": 6}, Api.CHAT)
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400, -(10**400), "nan", "1", True, [1], {}])
+def test_no_number_is_taken_that_is_none(api: Api, value: object) -> None:
+    rows = {name: row for name, row in accepted(api).items() if isinstance(row.kind, Int | Number)}
+    assert rows or api is Api.DETOKENIZE or api is Api.TOKENIZE
+    for name in rows:
+        with pytest.raises(InvalidArgument) as caught:
+            read_fields({name: value}, api)
+        assert caught.value.field == name
+        assert len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("value", [[1.5], [True], ["1"], [[1]], "12", {"a": 1}, 5])
+def test_no_list_of_ids_is_taken_that_is_none(api: Api, value: object) -> None:
+    for name, row in accepted(api).items():
+        if isinstance(row.kind, Ids):
+            with pytest.raises(InvalidArgument) as caught:
+                read_fields({name: value}, api)
+            assert caught.value.field == name

@@ -12,7 +12,8 @@ import pytest
 from services.common.errors import InvalidArgument
 from services.gateway.fields import Api, read_fields
 from services.gateway.messages import Message
-from services.gateway.request import GenerateSpec, ResponseOptions, TextOptions
+from services.gateway.prompts import TextSettings
+from services.gateway.request import GenerateSpec, ReasoningOptions, ResponseOptions, TextOptions, ToolOptions
 from services.gateway.text import Envelope, ModelText
 from tests.gateway import toys
 
@@ -179,3 +180,147 @@ async def test_the_demo_model_as_transformers_reads_it(demo_gguf: Path, tmp_path
     assert await text.detokenize(job.spec.prompt_ids) == oracle.decode(expected)
     assert json.loads(files["config.json"])["vocab_size"] == 49152 == len(text.vocabulary)
     text.close()
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
+
+
+@pytest.fixture
+async def thinker() -> AsyncIterator[ModelText]:
+    files = toys.files("marked", toys.THINKING)
+    model = await ModelText.load("toy", files, vocab_size=400, max_model_len=512, max_n=4)
+    yield model
+    model.close()
+
+
+async def test_answers_are_read_as_the_template_tells(thinker: ModelText) -> None:
+    job = await thinker.chat({"messages": HELLO, "tools": [TOOL], "parallel_tool_calls": False}, ENVELOPE)
+    marks = tuple(toys.tokenizer("marked").token_to_id(mark) for mark in toys.MARKS)
+    assert job.spec.text == TextOptions(
+        kept_ids=marks,
+        reasoning=ReasoningOptions("<think>", "</think>", inside=True),
+        tools=ToolOptions("hermes", ("f",), parallel=False),
+    )
+    hidden = await thinker.chat(
+        {"messages": HELLO, "include_reasoning": False, "chat_template_kwargs": {"enable_thinking": False}}, ENVELOPE
+    )
+    assert hidden.spec.text == TextOptions(
+        kept_ids=marks[:2], reasoning=ReasoningOptions("<think>", "</think>", inside=False, shown=False)
+    )
+    plain = await thinker.completions({"prompt": "<think>"}, ENVELOPE)
+    assert plain[0].spec.text == TextOptions(), "only conversations have a form"
+
+
+async def test_no_tool_is_shown_or_read_where_none_may_be_called(thinker: ModelText) -> None:
+    without = await thinker.chat({"messages": HELLO, "seed": 1}, ENVELOPE)
+    body = {"messages": HELLO, "seed": 1, "tools": [TOOL], "tool_choice": "none"}
+    assert await thinker.chat(body, ENVELOPE) == without
+    assert await thinker.chat({**body, "tools": [], "tool_choice": None}, ENVELOPE) == without
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+async def test_a_call_that_must_be_made_is_forced_by_a_grammar(thinker: ModelText, choice: object) -> None:
+    forced = (await thinker.chat({"messages": HELLO, "tools": [TOOL], "tool_choice": choice}, ENVELOPE)).spec
+    assert forced.sampling.constraint is not None
+    assert forced.sampling.constraint.kind == "lark"
+    free = {**TOOL, "function": {"name": "f"}}
+    assert (await thinker.chat({"messages": HELLO, "tools": [free]}, ENVELOPE)).spec.sampling.constraint is None
+
+
+async def test_responses_have_the_same_job_as_a_chat(thinker: ModelText) -> None:
+    flat = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    said = {"name": "s", "schema": schema}
+    asked = read_fields(
+        {
+            "tools": [flat], "tool_choice": "auto", "max_output_tokens": 9, "seed": 1, "top_logprobs": 2,
+            "include": ["message.output_text.logprobs"], "text": {"format": {"type": "json_schema", **said}},
+            "reasoning": {"effort": "none"},
+        },
+        Api.RESPONSES,
+    )  # fmt: skip
+    chat = {
+        "messages": HELLO, "tools": [TOOL], "tool_choice": "auto", "max_tokens": 9, "seed": 1, "logprobs": True,
+        "top_logprobs": 2, "response_format": {"type": "json_schema", "json_schema": said}, "reasoning_effort": "none",
+    }  # fmt: skip
+    job = await thinker.respond(asked, [Message("user", str(HELLO[0]["content"]))], ENVELOPE)
+    assert job == await thinker.chat(chat, ENVELOPE)
+    assert job.spec.sampling.constraint is not None
+
+
+async def test_a_message_that_is_continued_may_be_echoed(text: ModelText) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "jumps over"}]
+    body = {"messages": messages, "continue_final_message": True, "logprobs": True}
+    shown = await text.chat({**body, "echo": True}, ENVELOPE)
+    assert (shown.echo, shown.spec.sampling.prompt_logprobs) == ("jumps over", None)
+    hidden = await text.chat({**body, "echo": False}, ENVELOPE)
+    assert hidden.echo == ""
+    assert (await text.detokenize(hidden.spec.prompt_ids)).endswith("<|im_start|>assistant\njumps over")
+    with pytest.raises(InvalidArgument, match="needs continue_final_message") as caught:
+        await text.chat({"messages": messages, "echo": True}, ENVELOPE)
+    assert caught.value.field == "echo"
+
+
+async def test_reasoning_in_the_message_that_is_continued_goes_on(thinker: ModelText) -> None:
+    for content, inside in (("<think>hm", True), ("<think>hm</think>so", False), ("so", False)):
+        body = {"messages": [*HELLO, {"role": "assistant", "content": content}], "continue_final_message": True}
+        reasoning = (await thinker.chat(body, ENVELOPE)).spec.text.reasoning
+        assert reasoning is not None
+        assert reasoning.inside == inside
+
+
+async def test_the_echo_of_a_prompt_that_was_cut_is_what_is_left(text: ModelText) -> None:
+    body = {"prompt": "the quick brown fox", "echo": True, "truncate_prompt_tokens": 2}
+    (job,) = await text.completions(body, ENVELOPE)
+    assert job.echo == await text.detokenize(job.spec.prompt_ids)
+    assert len(job.spec.prompt_ids) == 2
+
+
+async def test_labels_go_with_the_request(text: ModelText) -> None:
+    body = {"messages": HELLO, "user": "u", "prompt_cache_key": "k", "metadata": {"a": "b"}, "safety_identifier": "s"}
+    assert (await text.chat(body, ENVELOPE)).spec.labels == {
+        "user": "u", "prompt_cache_key": "k", "metadata.a": "b", "safety_identifier": "s",
+    }  # fmt: skip
+
+
+async def test_inputs_of_vectors_may_fill_the_context_and_are_cut_where_asked(text: ModelText) -> None:
+    async def inputs(value: object, **more: object) -> list[tuple[int, ...]]:
+        return await text.inputs(read_fields({"input": value, **more}, Api.EMBEDDINGS))
+
+    assert await inputs(["a fox", [5, 6]]) == [toys.ids("byte_level", "a fox"), (5, 6)]
+    assert len((await inputs([[5] * 64]))[0]) == 64
+    assert len((await inputs("the fox " * 99, truncate_prompt_tokens=-1))[0]) == 64
+    for value, field in ((["a", [5] * 65], "input[1]"), ("", "input"), (["a", ""], "input[1]"), ([[400]], "input[0]")):
+        with pytest.raises(InvalidArgument) as caught:
+            await inputs(value)
+        assert caught.value.field == field
+
+
+async def test_what_tokenize_takes(text: ModelText) -> None:
+    async def ids(**body: object) -> tuple[int, ...]:
+        return await text.tokenize_asked(read_fields(body, Api.TOKENIZE))
+
+    assert await ids(prompt="a fox") == toys.ids("byte_level", "a fox")
+    assert await ids(messages=HELLO) == (await text.chat({"messages": HELLO}, ENVELOPE)).spec.prompt_ids
+    for body, field in (
+        ({}, "prompt"),
+        ({"prompt": "x", "messages": HELLO}, "prompt"),
+        ({"prompt": ["x"]}, "prompt"),
+        ({"prompt": "x", "tools": []}, "tools"),
+        ({"messages": HELLO, "tools": [5]}, "tools[0]"),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            await ids(**body)
+        assert caught.value.field == field
+
+
+async def test_tools_of_a_model_whose_way_is_not_known_are_refused() -> None:
+    for template, settings in (("{{ tools }}{{ messages[0].content }}", None), (toys.CHATML, TextSettings("none"))):
+        model = await ModelText.load(
+            "toy", toys.files(template=template), vocab_size=400, max_model_len=256, max_n=4, settings=settings
+        )
+        with pytest.raises(InvalidArgument, match="is not known") as caught:
+            await model.chat({"messages": HELLO, "tools": [TOOL], "truncate_prompt_tokens": 9}, ENVELOPE)
+        assert caught.value.field == "tools"
+        assert await model.chat({"messages": HELLO, "tools": [TOOL], "tool_choice": "none"}, ENVELOPE)
+        model.close()

@@ -3,6 +3,7 @@
 __main__    the process: everything made, wired, drained and ended
 rest        the OpenAI API over HTTP and HttpBody
 service     the gRPC API
+embeddings  vectors of many inputs, each a request of its own
 front       what both share: a request is run, counted, logged, or refused
 models      what is served: the engine's word for it, and its text side
 router      the stream to the engine; replay when it was lost

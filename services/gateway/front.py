@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from array import array
 from collections.abc import Coroutine, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from services.common import tracing
 from services.common.errors import ResourceExhausted, TriptychError, Unavailable
@@ -22,6 +23,7 @@ from services.gateway.router import Router
 from services.gateway.text import Job
 
 _log = Log("requests")
+T = TypeVar("T")
 
 
 class Running:
@@ -60,7 +62,14 @@ class Running:
         """One delta per choice, when all have ended."""
         return self._noted(await self._ending(self._generation.whole()))
 
-    async def _ending(self, reading: Coroutine[Any, Any, list[Delta]]) -> list[Delta]:
+    async def vector(self) -> array[float]:
+        """The vector of a request that asked for one; then it is over."""
+        vector = await self._ending(self._generation.vector())
+        self._timer.finish(FinishReason.EOS)
+        self._end(None)
+        return vector
+
+    async def _ending(self, reading: Coroutine[Any, Any, T]) -> T:
         """The request is over if reading fails, or the reader is cancelled."""
         try:
             return await reading
@@ -139,6 +148,20 @@ class Front:
     def start(self, model: Model, job: Job, *, arrived: float) -> Running:
         """Submits a request that arrived at `arrived` (time.monotonic)."""
         self._refuse_if_closed()
+        return Running(self, model, job, arrived=arrived)
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Around a call of many requests: a drain that comes meanwhile waits for all of them."""
+        self._refuse_if_closed()
+        self.began()
+        try:
+            yield
+        finally:
+            self.ended()
+
+    def go_on(self, model: Model, job: Job, *, arrived: float) -> Running:
+        """Submits one of the requests of such a call."""
         return Running(self, model, job, arrived=arrived)
 
     def began(self) -> None:

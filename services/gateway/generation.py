@@ -6,10 +6,11 @@ EngineStream ──receive──▶ events ──▶ a pipeline per choice ─�
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from services.common.errors import TriptychError, internal
+from services.common.errors import TriptychError, Unavailable, internal
 from services.gateway.pipeline import ChoicePipeline
 from services.gateway.request import (
     ChoiceTokens,
@@ -17,6 +18,7 @@ from services.gateway.request import (
     EngineEvent,
     FinishReason,
     GenerateSpec,
+    PooledVector,
     Position,
     PromptLogprobs,
     RequestStarted,
@@ -96,6 +98,17 @@ class Generation:
         while self._running:
             self._apply(await self._receive())
         return self._take(range(len(self._pipelines)))
+
+    async def vector(self) -> array[float]:
+        """The vector of a request that asked for one. Raises Unavailable where it was ended before."""
+        while self._running:
+            events = await self._receive()
+            for event in events:
+                if isinstance(event, PooledVector):
+                    self._running.clear()
+                    return event.values
+            self._apply(events)
+        raise Unavailable("the request was ended before its vector was there", retry_after_ms=1000)
 
     def close(self) -> None:
         """Ends what still runs. Does nothing after a request that ended by itself."""

@@ -21,6 +21,7 @@ from services.gateway.request import (
     EngineEvent,
     FinishReason,
     GenerateSpec,
+    PooledVector,
     Position,
     PromptLogprobs,
     RequestStarted,
@@ -75,7 +76,7 @@ class EngineRequest:
         self._abort = abort
         self._choices = [_Choice() for _ in range(spec.sampling.n)]
         self._ready: dict[int, _Choice] = {}
-        self._news: list[RequestStarted | PromptLogprobs] = []
+        self._news: list[RequestStarted | PromptLogprobs | PooledVector] = []
         self._error: TriptychError | None = None
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
@@ -139,6 +140,12 @@ class EngineRequest:
             self.seen_prompt = first_position + len(fresh) - 1
             self._news.append(PromptLogprobs(first_position, tuple(fresh)))
             self._wake()
+
+    def take_vector(self, vector: PooledVector) -> None:
+        """What the request asked for instead of tokens: it is over."""
+        self.unfinished = 0
+        self._news.append(vector)
+        self._wake()
 
     def fail(self, error: TriptychError) -> None:
         """Ends the request: its reader gets what is pending, then the error."""

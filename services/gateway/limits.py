@@ -17,6 +17,7 @@ class TextLimits:
     drafts: int = 16  # draft tokens per step
     bad_words: int = 256
     prompts: int = 128
+    inputs: int = 2048  # of one request for vectors: OpenAI's own bound
     messages: int = 8192
     tools: int = 128  # OpenAI's own bound
     top_logprobs: int = 20  # what the sampler reports at most

@@ -329,6 +329,9 @@ class Router:
         for piece in outputs.prompt_logprobs:
             if (request := live.get(piece.handle)) is not None:
                 request.take_prompt_logprobs(piece.first_position, wire.positions(piece.logprobs))
+        for pooled in outputs.pooled:
+            if (request := live.pop(pooled.handle, None)) is not None:
+                request.take_vector(wire.pooled(pooled))
         for number, row in enumerate(wire.rows(outputs), 1):
             request = live.get(row.handle)
             if request is None:

@@ -172,6 +172,8 @@ class ModelText:
             where = prompt_field(asked.input, i, field=field)
             if not text:  # the tokenizer may make a token of its own of it
                 raise InvalidArgument(f"{where}: empty; at least one token is needed", field=where)
+            if not i % 256:  # ids need no thread, so others would wait
+                await asyncio.sleep(0)
             ids = await self._prompts.ids(text, asked, Caller(Api.EMBEDDINGS), where)
             check_prompt(ids, self.facts, where, answer=0)
             inputs.append(ids)

@@ -64,7 +64,9 @@ def prompt_limit(asked: Asked, caller: Caller, facts: ModelFacts) -> int | None:
     return max(1, facts.max_model_len - answer)
 
 
-def read_prompts(value: object, *, field: str = "prompt") -> list[str | tuple[int, ...]]:
+def read_prompts(
+    value: object, *, field: str = "prompt", most: int = DEFAULT_LIMITS.prompts
+) -> list[str | tuple[int, ...]]:
     """The prompts of a completion request: one text or id array, or an array of them."""
     if isinstance(value, str):
         return [_text_prompt(value, field)]
@@ -72,8 +74,8 @@ def read_prompts(value: object, *, field: str = "prompt") -> list[str | tuple[in
         raise wrong(field, "a string, an array of token ids, or an array of these", value)
     if whole(value[0]) is not None:
         return [read_ids(value, field)]
-    if len(value) > DEFAULT_LIMITS.prompts:
-        raise wrong(field, f"an array of at most {DEFAULT_LIMITS.prompts} prompts", value)
+    if len(value) > most:
+        raise wrong(field, f"an array of at most {most} prompts", value)
     return [_one_prompt(item, f"{field}[{i}]") for i, item in enumerate(value)]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import struct
 from array import array
 from collections.abc import AsyncIterator, Callable
@@ -75,6 +76,13 @@ class Running:
     started: bool = False
 
 
+def vector_of(submit: engine_pb2.Submit) -> list[float]:
+    """A vector of length 1 that the prompt's ids fix."""
+    ids = array("i", submit.prompt_id_i32le)
+    values = [1.0 + sum(token * (place + 3) % 17 for token in ids) for place in range(8)]
+    return array("f", [value / math.hypot(*values) for value in values]).tolist()
+
+
 Script = Callable[[engine_pb2.Submit, int], list[int]]
 
 
@@ -88,6 +96,8 @@ class FakeEngine:
     held: bool = False
     """No step while it is set."""
     refuse: common_pb2.Failure | None = None
+    vector: Callable[[engine_pb2.Submit], list[float]] = vector_of
+    capabilities: tuple[str, ...] = ("generate", "prompt_logprobs", "embed")
     incarnation: int = 1
     model: str = "bytes"
     context: int = CONTEXT
@@ -145,10 +155,16 @@ class FakeEngine:
         started = []
         logprobs: list[tuple[int, ...]] = []
         asked = False
+        pooled = []
         for handle, running in list(self.live.items()):
             if not running.started:
                 running.started = True
                 started.append(engine_pb2.Started(handle=handle, cached_tokens=0))
+            if running.submit.HasField("pooling"):
+                values = array("f", self.vector(running.submit)).tobytes()
+                pooled.append(engine_pb2.PooledOutput(handle=handle, values_f32le=values))
+                del self.live[handle]
+                continue
             params = running.submit.sampling
             for choice, script in enumerate(running.scripts):
                 if running.finished[choice]:
@@ -184,6 +200,7 @@ class FakeEngine:
             token_id_i32le=ids.tobytes(),
             finish_u8=bytes(finishes),
             started=started,
+            pooled=pooled,
         )
         if asked:
             outputs.logprobs.CopyFrom(_logprobs(logprobs))
@@ -261,7 +278,7 @@ class Servicer(engine_pb2_grpc.EngineServiceServicer):
                 max_model_len=self.fake.context * 2,
                 fingerprint=digest,
                 dtype="float32",
-                capabilities=["generate", "prompt_logprobs"],
+                capabilities=self.fake.capabilities,
                 created_s=1_700_000_000,
             ),
             limits=engine_pb2.EngineLimits(max_model_len=self.fake.context, block_size=16, max_num_seqs=64, max_n=8),

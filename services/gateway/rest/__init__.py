@@ -12,6 +12,7 @@ http        the HTTP server inside our process
 facade      the same over google.api.HttpBody, for a proxy in front
 forward     an Api that passes bodies on to a facade
 renderer    an Api over this process's front
+embeddings  /v1/embeddings: vectors as numbers or as base64
 responses   /v1/responses: its items in and out
 chat_documents         whole chats and their chunks, as bytes
 completion_documents   the same of completions

@@ -138,6 +138,17 @@ COMPONENTS: dict[str, Schema] = {
     "Tokens": only(
         {"count": _COUNT, "max_model_len": _COUNT, "tokens": _IDS}, {"token_strs": either(array(STRING), NULL)}
     ),
+    "Embeddings": only(
+        {
+            "object": _const("list"),
+            "data": array(
+                only({"object": _const("embedding"), "index": _COUNT, "embedding": either(array(_NUMBER), STRING)}),
+                minItems=1,
+            ),
+            "model": STRING,
+            "usage": only({"prompt_tokens": _COUNT, "total_tokens": _COUNT}),
+        }
+    ),
     "Detokenized": only({"prompt": STRING}),
     "Health": only({"status": _const("ok")}),
     "NotReady": only({"status": _const("not ready"), "missing": STRING}),
@@ -149,6 +160,7 @@ WHOLE: dict[str, str] = {
     "chat_completions": "ChatCompletion",
     "completions": "Completion",
     "responses": "Response",
+    "embeddings": "Embeddings",
     "models": "Models",
     "model": "Model",
     "tokenize": "Tokens",

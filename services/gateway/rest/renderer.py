@@ -15,6 +15,7 @@ from services.gateway.fields import Api, read_fields
 from services.gateway.front import Front, Running
 from services.gateway.models import Model
 from services.gateway.request import Delta, Usage
+from services.gateway.rest import embeddings
 from services.gateway.rest.chat_documents import Chat
 from services.gateway.rest.completion_documents import Completion
 from services.gateway.rest.documents import Documents, Head, Prompt, Shown
@@ -88,6 +89,7 @@ class Renderer:
             "chat_completions": self._chat,
             "completions": self._completions,
             "responses": self._responses,
+            "embeddings": self._embeddings,
             "models": self._models,
             "model": self._model,
             "tokenize": self._tokenize,
@@ -164,6 +166,12 @@ class Renderer:
                 run.close()
             raise
         return runs
+
+    async def _embeddings(self, body: bytes, headers: Mapping[str, str]) -> Reply:
+        arrived = time.monotonic()
+        values = parse(body)
+        model = self._model_of(values)
+        return Reply(await embeddings.answer(self._front, model, values, _envelope(headers), arrived=arrived))
 
     async def _models(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         del body, headers

@@ -26,6 +26,7 @@ API: tuple[Row, ...] = (
     Row("POST", "/v1/chat/completions", "chat_completions", "Answer a conversation", Api.CHAT),
     Row("POST", "/v1/completions", "completions", "Continue one or more prompts", Api.COMPLETIONS),
     Row("POST", "/v1/responses", "responses", "Answer a history of items", Api.RESPONSES),
+    Row("POST", "/v1/embeddings", "embeddings", "Turn inputs into vectors", Api.EMBEDDINGS),
     Row("POST", "/tokenize", "tokenize", "Turn a text or a conversation into token ids", Api.TOKENIZE),
     Row("POST", "/detokenize", "detokenize", "Turn token ids into text", Api.DETOKENIZE),
     Row("GET", "/v1/models", "models", "List the models"),

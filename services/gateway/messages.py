@@ -168,8 +168,12 @@ def _read_call(call: object, where: str) -> ToolCall:
 
 def check_arguments(arguments: str, where: str) -> None:
     """Raises where the arguments of a call are no JSON; none at all are fine."""
+
+    def constant(word: str) -> None:
+        raise ValueError(f"{word} is no number")
+
     try:
         if arguments.strip():
-            json.loads(arguments)
+            json.loads(arguments, parse_constant=constant)
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"{where}: no JSON: {error}", field=where) from None

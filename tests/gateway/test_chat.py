@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from services.common.errors import FailedPrecondition, InvalidArgument
 from services.gateway.chat import ChatTemplate, Conversation
@@ -302,3 +304,41 @@ def test_a_broken_template_is_told_when_the_model_loads() -> None:
 def test_generation_marks_are_just_content() -> None:
     source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     assert ours(source, TALK) == reference(source, TALK)
+
+
+JSON = ["", " ", "{}", '{"a": [1]}', "5", "[1]", "null", '"x"']
+CALL = st.fixed_dictionaries(
+    {"function": st.fixed_dictionaries({"name": st.sampled_from(["f", "g"]), "arguments": st.sampled_from(JSON)})},
+    optional={"id": st.sampled_from(["abcdef123", "call_1", ""]), "type": st.just("function")},
+)
+CONTENT = st.none() | st.sampled_from(["", "hi", "</think>so", "<think>"]) | st.just([{"type": "text", "text": "a"}])
+TURN = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool", "robot"]), "content": CONTENT},
+    optional={
+        "tool_calls": st.lists(CALL, max_size=2),
+        "tool_call_id": st.sampled_from(["abcdef123", "x"]),
+        "reasoning_content": st.sampled_from(["", "hm"]),
+        "name": st.just("ann"),
+    },
+)
+TEMPLATES = [ChatTemplate(source, SPECIAL) for source in (CHATML, QWEN, THINKING, MISTRAL, STRICT, LLAMA2, PARTS)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    turns=st.lists(TURN, min_size=1, max_size=5),
+    tools=st.sampled_from([(), (Tool("f", None, {"type": "object"}),)]),
+    going_on=st.booleans(),
+    opening=st.none() | st.booleans(),
+)
+def test_any_conversation_is_rendered_or_refused(
+    turns: list[dict[str, Any]], tools: tuple[Tool, ...], going_on: bool, opening: bool | None
+) -> None:
+    for template in TEMPLATES:
+        text, field = "", "messages"
+        try:
+            text = template.render(Conversation(read_messages(turns), opening, going_on, tools=tools))
+        except InvalidArgument as error:
+            field = error.field or ""
+        assert "\ue000" not in text
+        assert field.startswith(("messages", "continue_final_message"))

@@ -76,6 +76,10 @@ def test_text_as_one_part() -> None:
             "messages[0].tool_calls[0].function.arguments",
         ),
         (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"x": NaN}'}}]}],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 10**5}}]}],
             "messages[0].tool_calls[0].function.arguments",
         ),

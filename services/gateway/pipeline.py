@@ -16,7 +16,7 @@ from dataclasses import replace
 from services.common.errors import internal
 from services.gateway.detokenize import new_detokenizer
 from services.gateway.parsers.answer import AnswerParser
-from services.gateway.parsers.reader import Event, Kind
+from services.gateway.parsers.reader import Kind
 from services.gateway.request import (
     ChoiceTokens,
     Delta,
@@ -112,35 +112,20 @@ class ChoicePipeline:
         """What can be told by now, if a client would notice it."""
         if self._told:
             return None
-        if self._answer is not None:
-            return self._take_answer(self._answer)
-        spans = self._ready
+        spans, answer = self._ready, self._answer
         text = spans[0].text if len(spans) == 1 else "".join([span.text for span in spans])
-        if self.finish is None and not text and not self._news_without_text():
-            return None
-        return self._delta(text)
-
-    def _take_answer(self, answer: _Answer) -> Delta | None:
-        events = answer.events()
-        if self.finish is None and not events and not self._news_without_text():
-            return None
-        shares = answer.shares()
-        self._ready[: len(shares)] = [
-            Span(span.token_id, text) for span, text in zip(self._ready, shares, strict=False)
-        ]
-        delta = self._delta("".join(shares))
-        delta.reasoning = "".join([event.text for event in events if event.what is Kind.REASONING])
-        delta.reasoning_tokens = answer.reasoned()
-        delta.tool_calls = _joined_calls([event.what for event in events if isinstance(event.what, ToolCallDelta)])
+        if self.finish is None and not text and not (answer is not None and answer.news):
+            held = (
+                self._unreleased
+                or (self._scanner is not None and self._scanner.holding)
+                or (answer is not None and answer.holding)
+            )
+            if not (self._needs_tokens and spans and not held):
+                return None
+        delta = self._delta(text)
+        if answer is not None:
+            answer.tell(delta)
         return delta
-
-    def _news_without_text(self) -> bool:
-        held = (
-            self._unreleased
-            or (self._scanner is not None and self._scanner.holding)
-            or (self._answer is not None and self._answer.holding)
-        )
-        return self._needs_tokens and bool(self._ready) and not held
 
     def _delta(self, text: str) -> Delta:
         spans = self._ready
@@ -221,7 +206,7 @@ _BY_ITSELF = (FinishReason.EOS, FinishReason.STOP_ID, FinishReason.STOP_STRING)
 class _Answer:
     """The spans of one choice on their way through its parser: a token goes on when its text is settled."""
 
-    __slots__ = ("_ends", "_marks", "_parser", "_reasoned", "_released", "_shares", "_waiting")
+    __slots__ = ("_calls", "_marks", "_parser", "_reasoned", "_reasoning", "_released", "_waiting")
 
     def __init__(self, vocabulary: Vocabulary, options: TextOptions) -> None:
         self._parser = AnswerParser(options.reasoning, options.tools)
@@ -230,12 +215,12 @@ class _Answer:
             for token_id in options.kept_ids
             if options.skip_special_tokens and token_id in vocabulary.special_ids
         }
-        self._waiting: deque[tuple[int, Span]] = deque()  # with where its text ends, in the parser's characters
-        self._released = 0  # characters of the spans that have gone on
-        # Of the spans that have gone on since it was last asked:
-        self._ends: list[int] = []
-        self._shares: list[str] = []
+        self._waiting: deque[tuple[int, int]] = deque()  # where a token's text ends in the parser's, and the token
+        self._released = 0  # characters of the tokens that have gone on
+        # Of these tokens, since it was last told:
         self._reasoned = 0
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCallDelta] = []
 
     @property
     def holding(self) -> bool:
@@ -257,46 +242,46 @@ class _Answer:
         self._parser.push(span.text)
         if span.token_id in self._marks:
             self._parser.push(self._marks[span.token_id], hidden=True)
-        self._waiting.append((self._parser.fed, span))
+        self._waiting.append((self._parser.fed, span.token_id))
 
     def finish(self) -> None:
         """No more spans come."""
         self._parser.finish()
 
     def released(self) -> Iterator[Span]:
-        """Takes out the spans whose text is settled."""
+        """Takes out the tokens whose text is settled, each with what it has of the answer's own text."""
         settled, answer_at = self._parser.settled, self._parser.answer_at
         if not settled and answer_at is None:
             return  # it is not known yet whether the answer begins with reasoning
         while self._waiting and self._waiting[0][0] <= settled:
             self._reasoned += answer_at is None or self._released < answer_at
-            self._released, span = self._waiting.popleft()
-            self._ends.append(self._released)
-            yield span
+            self._released, token_id = self._waiting.popleft()
+            yield Span(token_id, self._sort())
 
-    def events(self) -> Sequence[Event]:
-        """Takes out what the released spans say. No event reaches over the end of a span."""
-        events, ready = self._parser.events, []
+    def _sort(self) -> str:
+        """Takes what is known by the last token that went on; gives the part that is the answer's text."""
+        events, text = self._parser.events, ""
         while events and events[0].end <= self._released:
-            ready.append(events.popleft())
-        contents = deque([event for event in ready if event.what is Kind.CONTENT])
-        for end in self._ends:
-            share = ""
-            while contents and contents[0].end <= end:
-                share += contents.popleft().text
-            self._shares.append(share)
-        self._ends.clear()
-        return ready
+            _, what, part = events.popleft()
+            if what is Kind.CONTENT:
+                text += part
+            elif what is Kind.REASONING:
+                self._reasoning.append(part)
+            else:
+                self._calls.append(what)
+        return text
 
-    def shares(self) -> Sequence[str]:
-        """Takes out what each of the released spans, as far as their events were taken, has of the answer's text."""
-        shares, self._shares = self._shares, []
-        return shares
+    @property
+    def news(self) -> bool:
+        """Whether there is something to tell beside text."""
+        return bool(self._reasoning or self._calls)
 
-    def reasoned(self) -> int:
-        """Takes out how many of the released spans came before the answer."""
-        count, self._reasoned = self._reasoned, 0
-        return count
+    def tell(self, delta: Delta) -> None:
+        """Puts into a delta what there is to tell beside text."""
+        delta.reasoning = "".join(self._reasoning)
+        delta.reasoning_tokens = self._reasoned
+        delta.tool_calls = _joined_calls(self._calls) if self._calls else ()
+        self._reasoning, self._calls, self._reasoned = [], [], 0
 
 
 def _joined_calls(pieces: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:

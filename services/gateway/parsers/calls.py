@@ -181,7 +181,7 @@ class _Object:
         """
         reader = self._reader
         nesting = _Nesting()
-        while (yield from reader.more()):
+        while reader.at < len(reader.chunk) or (yield from reader.more()):
             if reader.hidden and not nesting.in_string:
                 return False
             start = reader.at

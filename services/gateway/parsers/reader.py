@@ -119,6 +119,8 @@ class Reader:
 
     def tell_held(self, kind: Kind | None) -> None:
         """Tells what is held; with None nobody is told."""
+        if not self._held:
+            return
         if kind is not None:
             self.events.extend(Event(start + len(text), kind, text) for start, text, hidden in self._held if not hidden)
         self._held.clear()
@@ -177,7 +179,7 @@ class Reader:
         Without `keep_space` the white space before the mark is held with it. A mark's first
         character comes in it but once, so that after a false start the search goes on behind it.
         """
-        while (yield from self.more()):
+        while self.at < len(self.chunk) or (yield from self.more()):  # no generator for every piece of text
             found = self.chunk.find(mark[0], self.at)
             end = len(self.chunk) if found < 0 else found
             solid = end if keep_space else self._solid_end(end)
@@ -194,7 +196,7 @@ class Reader:
 
     def rest(self, kind: Kind | None) -> Steps[None]:
         """Tells all that comes."""
-        while (yield from self.more()):
+        while self.at < len(self.chunk) or (yield from self.more()):
             self.tell(kind, len(self.chunk))
 
     def _solid_end(self, end: int) -> int:

@@ -272,6 +272,27 @@ async def test_calls_as_events_and_whole() -> None:
     assert final["usage"]["output_tokens"] == len(CALLS.encode()) + 1
 
 
+async def test_reasoning_is_an_item_of_its_own() -> None:
+    text = f"<think>hm</think>so {call('get_weather', city='Oslo', unit='c')}"
+    body = {"input": say(text), "tools": [FLAT_WEATHER], "include": ["message.output_text.logprobs"]}
+    async with gateway_stack(obedient(), reasoning_parser="think") as s:
+        events = await stream(s, **body)
+        final = events[-1]["response"]
+        assert [item["type"] for item in final["output"]] == ["reasoning", "message", "function_call"]
+        assert final["output"][0]["content"] == [{"type": "reasoning_text", "text": "hm"}]
+        (part,) = final["output"][1]["content"]
+        assert part["text"] == "so"
+        assert "".join(entry["token"] for entry in part["logprobs"]) == "so"
+        assert final["usage"]["output_tokens_details"] == {"reasoning_tokens": len("<think>hm</think>")}
+        told = [event["delta"] for event in events if event["type"] == "response.reasoning_text.delta"]
+        assert "".join(told) == "hm"
+        (made,) = [item for item in final["output"] if item["type"] == "function_call"]
+        result = {"type": "function_call_output", "call_id": made["call_id"], "output": "«rain»"}
+        history = [*say(text), *final["output"], result]
+        again = (await s.http.post("/v1/responses", json={**body, "input": history})).json()
+        assert again["output"][0]["content"][0]["text"] == "rain"
+
+
 async def test_a_response_that_runs_out_of_tokens_is_incomplete_in_its_last_item_only() -> None:
     text = call("get_weather", city="Oslo", unit="c")
     body = {"input": say(text), "tools": [FLAT_WEATHER], "max_output_tokens": 60}

@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from protos import common_pb2, engine_pb2
+from tests.gateway.client_checks import obedient, say
 from tests.gateway.fake_engine import END, FakeEngine, until
 from tests.gateway.stack import Stack, gateway_stack
 
@@ -54,7 +55,7 @@ async def test_the_stream_helper_of_the_client_works() -> None:
 
 
 async def test_usage_comes_only_if_asked_for() -> None:
-    """C86, C82: the last chunk with a choice ends it, nothing of the text is lost, then the usage."""
+    """The last chunk with a choice ends it, nothing of the text is lost, then the usage."""
     async with gateway_stack() as s:
         for path, body in (("/v1/chat/completions", {"messages": CHAT}), ("/v1/completions", {"prompt": "abc"})):
             plain = await events(s, path, {**body, "max_tokens": 10})
@@ -78,7 +79,7 @@ async def test_usage_comes_only_if_asked_for() -> None:
 
 
 async def test_choices_are_told_apart() -> None:
-    """C83."""
+    """Each choice has its number, its own text and its own end, streamed side by side."""
     engine = FakeEngine(script=lambda submit, choice: list(b"choice %d" % choice))
     async with gateway_stack(engine) as s:
         chunks = await events(s, "/v1/chat/completions", {"messages": CHAT, "n": 3})
@@ -103,7 +104,7 @@ async def test_choices_are_told_apart() -> None:
 
 
 async def test_chat_logprobs() -> None:
-    """C22, C23, C31: the sampled token even without top ones, finite numbers, and the bytes of each token."""
+    """The sampled token even without top ones, finite numbers, and the bytes of each token."""
     text = "a🔥"
     async with gateway_stack(FakeEngine(script=lambda *_: list(text.encode()))) as s:
         for top in (None, 0):
@@ -125,8 +126,38 @@ async def test_chat_logprobs() -> None:
         assert bytes(byte for entry in entries for byte in entry["bytes"] or []).decode() == text
 
 
+async def test_reasoning_comes_beside_the_answer() -> None:
+    """Streamed and whole, shown or not, with log probabilities of all tokens; its tokens are counted."""
+    text = "<think>hm 🔥</think>\n\nso 🔥"
+    reasoned = len("<think>hm 🔥</think>\n\n".encode())
+    async with gateway_stack(obedient(), reasoning_parser="think") as s:
+        body: dict[str, Any] = {"messages": say(text), "logprobs": True}
+        for shown in (True, False):
+            fields = {**body, "include_reasoning": shown}
+            whole = (await s.http.post("/v1/chat/completions", json=fields)).json()
+            (choice,) = whole["choices"]
+            assert choice["message"]["content"] == "so 🔥"
+            assert choice["message"].get("reasoning_content") == ("hm 🔥" if shown else None)
+            assert len(choice["logprobs"]["content"]) == len(text.encode()) + 1
+            assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": reasoned}
+            chunks = await events(s, "/v1/chat/completions", fields)
+            deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+            assert deltas[0] == {"role": "assistant", "content": None}
+            assert "".join(delta.get("content") or "" for delta in deltas) == "so 🔥"
+            assert "".join(delta.get("reasoning_content", "") for delta in deltas) == ("hm 🔥" if shown else "")
+            assert not any(delta.get("reasoning_content") and delta.get("content") for delta in deltas)
+            entries = [e for chunk in chunks for e in (chunk["choices"][0]["logprobs"] or {}).get("content", [])]
+            assert entries == choice["logprobs"]["content"]
+        cut = (await s.http.post("/v1/chat/completions", json={**body, "max_tokens": 9})).json()
+        assert cut["choices"][0]["finish_reason"] == "length"
+        assert cut["choices"][0]["message"] == {
+            "role": "assistant", "content": None, "refusal": None, "reasoning_content": "hm",
+        }  # fmt: skip
+        assert cut["usage"]["completion_tokens_details"] == {"reasoning_tokens": 9}
+
+
 async def test_completion_logprobs_and_their_offsets() -> None:
-    """C22, C25: offsets count all emitted text, the echoed prompt too, streamed or not."""
+    """Offsets count all emitted text, the echoed prompt too, streamed or not."""
     async with gateway_stack() as s:
         body = {"prompt": "é1", "max_tokens": 3, "logprobs": 0, "echo": False}
         (choice,) = (await s.http.post("/v1/completions", json=body)).json()["choices"]
@@ -240,7 +271,7 @@ BAD: list[tuple[str, object, int, str | None]] = [
 
 
 async def test_bad_input_is_named_and_the_server_goes_on() -> None:
-    """C34, C35, C37, C40, C41 and their kind."""
+    """The answer is JSON without NaN, names the field, and nothing reaches the engine."""
 
     def no_constant(name: str) -> None:
         raise AssertionError(f"{name} in JSON")
@@ -269,7 +300,7 @@ async def test_a_refusal_of_the_engine_is_a_status_even_for_a_stream() -> None:
 
 
 async def test_a_failure_in_mid_stream_is_an_event() -> None:
-    """C53."""
+    """What has come stays, then comes the error, and no end as if all were well."""
     engine = FakeEngine(held=True)
     async with gateway_stack(engine) as s:
 
@@ -292,7 +323,7 @@ async def test_a_failure_in_mid_stream_is_an_event() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_is_aborted_at_the_engine(stream: bool) -> None:
-    """C90, C91, C93: while it decodes, streaming or not, and before the first token."""
+    """While it decodes, streaming or not, and before the first token."""
     engine = FakeEngine(script=lambda *_: [65] * 400, step_s=0.01)
     async with gateway_stack(engine) as s:
         body = {"prompt": "x", "max_tokens": 400, "stream": stream}

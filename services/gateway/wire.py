@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -317,15 +317,17 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) and logprob > LOGPROB_FLOOR else LOGPROB_FLOOR
 
 
-def token_logprobs(vocabulary: Vocabulary, positions: Iterable[Position]) -> list[gateway_pb2.TokenLogprobs]:
-    """Log probabilities as clients get them: with the bytes of each token, and finite."""
+def token_logprobs(
+    vocabulary: Vocabulary, positions: Iterable[Position], silent: Container[int] = ()
+) -> list[gateway_pb2.TokenLogprobs]:
+    """Log probabilities as clients get them: finite, with the bytes of each token but those that are `silent`."""
 
     def entry(item: TokenLogprob) -> gateway_pb2.TokenLogprob:
         return gateway_pb2.TokenLogprob(
             token_id=item.token_id,
             logprob=finite(item.logprob),
             rank=item.rank,
-            bytes=vocabulary.token_bytes(item.token_id),
+            bytes=b"" if item.token_id in silent else vocabulary.token_bytes(item.token_id),
         )
 
     return [

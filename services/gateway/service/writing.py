@@ -13,14 +13,14 @@ from services.gateway.request import Delta, ResponseOptions, ToolCallDelta
 
 async def generated(running: Running, options: ResponseOptions) -> AsyncIterator[gateway_pb2.GenerateResponse]:
     """The answers to a Generate."""
-    vocabulary = running.model.text.vocabulary
+    vocabulary, silent = running.model.text.vocabulary, _silent(running)
     async for delta, first, last in _deltas(running, stream=options.stream):
         message = gateway_pb2.GenerateResponse(
             index=delta.choice,
             first_index=delta.first_index,
             text=delta.text,
             token_ids=delta.token_ids if options.return_token_ids else (),
-            logprobs=wire.token_logprobs(vocabulary, delta.logprobs),
+            logprobs=wire.token_logprobs(vocabulary, delta.logprobs, silent),
         )
         _frame(message, running, delta, first=first, last=last)
         yield message
@@ -28,7 +28,7 @@ async def generated(running: Running, options: ResponseOptions) -> AsyncIterator
 
 async def answered(running: Running, options: ResponseOptions) -> AsyncIterator[gateway_pb2.ChatResponse]:
     """The answers to a Chat."""
-    vocabulary = running.model.text.vocabulary
+    vocabulary, silent = running.model.text.vocabulary, _silent(running)
     begun: set[int] = set()
     async for delta, first, last in _deltas(running, stream=options.stream):
         message = gateway_pb2.ChatResponse(
@@ -39,7 +39,7 @@ async def answered(running: Running, options: ResponseOptions) -> AsyncIterator[
             reasoning_content=delta.reasoning,
             tool_calls=[_call(piece) for piece in delta.tool_calls],
             token_ids=delta.token_ids if options.return_token_ids else (),
-            logprobs=wire.token_logprobs(vocabulary, delta.logprobs),
+            logprobs=wire.token_logprobs(vocabulary, delta.logprobs, silent),
         )
         begun.add(delta.choice)
         _frame(message, running, delta, first=first, last=last)
@@ -49,6 +49,11 @@ async def answered(running: Running, options: ResponseOptions) -> AsyncIterator[
 def embedding(vector: array[float]) -> gateway_pb2.Embedding:
     """One of the vectors of an Embed."""
     return gateway_pb2.Embedding(values=vector)
+
+
+def _silent(running: Running) -> frozenset[int]:
+    """Ids that stand for no text: joined, the bytes of all others are the text."""
+    return running.model.text.vocabulary.special_ids if running.spec.text.skip_special_tokens else frozenset()
 
 
 def _call(piece: ToolCallDelta) -> gateway_pb2.ToolCall:

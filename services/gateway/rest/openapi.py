@@ -111,7 +111,8 @@ def _events(name: str) -> Schema:
     """A JSON schema knows no server-sent events; this says what the data of each is."""
     return {
         "type": "string",
-        "description": "Where `stream` is true: events whose data is one JSON document each, and at the end [DONE].",
+        "description": "Where `stream` is true: events whose data is one JSON document each; "
+        "events without names end with [DONE].",
         "contentMediaType": "text/event-stream",
         "contentSchema": either(ref(name), ref("Error")),
     }

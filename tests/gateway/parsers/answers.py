@@ -123,24 +123,25 @@ class Tokens:
 def tokens_of(text: str, cuts: Sequence[int] = (), marks: Sequence[str] = ()) -> Tokens:
     """A text cut at some of its bytes; `marks` within it are special tokens."""
     pieces = ["<|eos|>"]
-    special = [EOS]
+    added = {"<|eos|>": EOS}
+    ids = []
     start = 0
     while start < len(text):
         found = min(((at, mark) for mark in marks if (at := text.find(mark, start)) >= 0), default=(len(text), ""))
         data = text[start : found[0]].encode()
         inner = [cut for cut in sorted(set(cuts)) if 0 < cut < len(data)]
-        pieces += [
-            "".join(_SPELLED[byte] for byte in data[a:b]) for a, b in itertools.pairwise([0, *inner, len(data)]) if data
-        ]
+        for a, b in itertools.pairwise([0, *inner, len(data)] if data else []):
+            ids.append(len(pieces))
+            pieces.append("".join(_SPELLED[byte] for byte in data[a:b]))
         if found[1]:
-            special.append(len(pieces))
-            pieces.append(found[1])
+            if found[1] not in added:
+                added[found[1]] = len(pieces)
+                pieces.append(found[1])
+            ids.append(added[found[1]])
         start = found[0] + len(found[1])
         cuts = [cut - len(data) for cut in cuts]
-    added = {pieces[token_id]: token_id for token_id in special}
-    return Tokens(
-        Vocabulary(pieces, special, Joining(by_bytes=True), added=added), tuple(range(1, len(pieces))), tuple(special)
-    )
+    special = tuple(added.values())
+    return Tokens(Vocabulary(pieces, special, Joining(by_bytes=True), added=added), tuple(ids), special)
 
 
 class Told(NamedTuple):

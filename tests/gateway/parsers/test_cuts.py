@@ -49,9 +49,9 @@ def answers(draw: st.DrawFn) -> tuple[str, str, ReasoningOptions | None, Answer]
     after = draw(WORDS).strip() if calls else ""
     if form == "llama3":  # bare objects stand at the beginning, and text after them begins with no separator
         content = "" if calls else content.lstrip("{ \n")
-        after = after.lstrip(";{ ")
+        after = after.lstrip(";{ \n")
     if form.startswith("mistral"):
-        content, after = content.rstrip("["), after.lstrip("[")
+        content, after = content.rstrip("[ \n"), after.lstrip("[ \n")
     space = draw(st.sampled_from(["", "\n", " \n\n"]))
     calls_text = TOOL_FORMATS[form].shape.write(written) if written else ""
     text = f"{content}{space if written else ''}{calls_text}{space if after else ''}{after}"

@@ -100,6 +100,18 @@ async def test_the_official_client(proxied: Proxied, check: Check) -> None:
     assert not proxied.stack.engine.live
 
 
+async def test_embeddings(proxied: Proxied) -> None:
+    for encoding in ("float", "base64"):
+        through, direct = [
+            await client.embeddings.create(model="bytes", input=["a", "b 🔥"], encoding_format=encoding)
+            for client in (proxied.openai, proxied.stack.openai)
+        ]
+        assert through == direct
+    with pytest.raises(openai.BadRequestError) as caught:
+        await proxied.openai.embeddings.create(model="bytes", input="")
+    assert caught.value.param == "input"
+
+
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": say("x"), "temperature": "hot"}),
     ("/v1/chat/completions", {"messages": say("x"), "model": 'a "quoted" \\ name, 日本 🔥 ' * 60}),
@@ -162,7 +174,7 @@ async def halted_stream(proxied: Proxied) -> AsyncIterator[AsyncIterator[str]]:
     engine = proxied.stack.engine
     engine.held = True
     try:
-        body = {"prompt": "<<<abc>>>", "stream": True}
+        body = {"prompt": say("abc")[0]["content"], "stream": True}
         request = proxied.http.build_request("POST", "/v1/completions", json=body)
         sending = asyncio.create_task(proxied.http.send(request, stream=True))
         await until(lambda: engine.live)
@@ -229,5 +241,5 @@ async def test_grpc_passes_through(proxied: Proxied) -> None:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{proxied.port}") as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
         options = gateway_pb2.RequestOptions(stream=True)
-        request = gateway_pb2.GenerateRequest(text="<<<hello>>>", options=options)
+        request = gateway_pb2.GenerateRequest(text=say("hello")[0]["content"], options=options)
         assert "".join([message.text async for message in stub.Generate(request)]) == "hello"

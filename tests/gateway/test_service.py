@@ -12,10 +12,9 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from protos import common_pb2, engine_pb2, gateway_pb2, openai_rest_pb2_grpc
+from protos import common_pb2, engine_pb2, gateway_pb2
 from services.common.errors import InvalidArgument, NotFound, ResourceExhausted, TriptychError, Unimplemented
 from services.common.server import error_of
-from services.gateway.rest.forward import Forward
 from tests.gateway.fake_engine import END, FakeEngine, until
 from tests.gateway.stack import Stack, gateway_stack
 
@@ -112,10 +111,9 @@ async def test_what_is_wrong_or_not_built_is_refused_by_name() -> None:
         image = gateway_pb2.ChatMessage(role="user", content=[gateway_pb2.ContentPart(image_url="data:,")])
         assert isinstance(await refusal(chat(gateway_pb2.ChatRequest(messages=[image]))), InvalidArgument)
         assert isinstance(await refusal(s.stub.Resume(gateway_pb2.ResumeRequest(token=b"x" * 16))), Unimplemented)
-        for call in (s.stub.Embed(gateway_pb2.EmbedRequest()), s.stub.UploadMedia(iter([]))):
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await call
-            assert isinstance(error_of(caught.value), Unimplemented)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await s.stub.UploadMedia(iter([]))
+        assert isinstance(error_of(caught.value), Unimplemented)
 
 
 async def test_a_name_as_long_as_a_book_comes_back_short() -> None:
@@ -266,17 +264,6 @@ async def test_an_engine_that_is_not_ready_ends_readiness() -> None:
         assert "not ready" in (await s.http.get("/health/ready")).json()["missing"]
         await s.engine.server.set_ready(True)
         await until(lambda: s.gateway.front.obstacle() is None)
-
-
-async def test_the_rest_facade_answers_on_the_same_port() -> None:
-    async with gateway_stack() as s:
-        forward = Forward(f"127.0.0.1:{s.gateway.grpc_port}")
-        reply = await forward.call("chat_completions", b'{"messages":[{"role":"user","content":"x"}]}', {})
-        assert isinstance(reply.body, bytes)
-        assert b"hello world" in reply.body
-        stub = openai_rest_pb2_grpc.OpenAiRestServiceStub(s.channel)
-        assert stub.Models is not None
-        await forward.close()
 
 
 async def test_too_many_requests_are_refused_and_a_draining_gateway_takes_none() -> None:

@@ -1,0 +1,90 @@
+"""The REST API over HttpBody: every route has its call, and a REST process in front answers as the gateway does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+
+import pytest
+from google.api import annotations_pb2
+
+from protos import openai_rest_pb2
+from services.common.errors import InvalidArgument, NotFound
+from services.gateway.rest import routes
+from services.gateway.rest.forward import Forward
+from services.gateway.rest.reply import Reply
+from tests.gateway.client_checks import obedient, say
+from tests.gateway.stack import Stack, gateway_stack
+
+BODIES: dict[str, list[dict[str, object]]] = {
+    "chat_completions": [{"messages": say("hello 🔥")}, {"messages": say("hello 🔥"), "stream": True}],
+    "completions": [{"prompt": "x"}, {"prompt": "x", "stream": True, "n": 2}],
+    "responses": [{"input": say("hey")}, {"input": say("hey"), "stream": True}],
+    "embeddings": [{"input": ["a", "b"]}],
+    "tokenize": [{"prompt": "ab"}, {"messages": say("x")}],
+    "detokenize": [{"tokens": [104, 105]}],
+}
+MARK = {"x-request-id": "mine"}
+each = pytest.mark.parametrize("row", routes.API, ids=lambda row: row.operation)
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[tuple[Stack, Forward]]:
+    async with gateway_stack(obedient(per_step=64)) as s:
+        forward = Forward(f"127.0.0.1:{s.gateway.grpc_port}")
+        yield s, forward
+        await forward.close()
+
+
+async def text_of(reply: Reply) -> str:
+    if isinstance(reply.body, bytes):
+        return reply.body.decode()
+    return b"".join([chunk async for chunk in reply.body]).decode()
+
+
+def lasting(text: str) -> str:
+    """Without what is new in every answer."""
+    text = re.sub(r'"created(_at)?":[0-9.]+', "", text)
+    return re.sub(r"msg_[0-9a-f]+", "msg", text)
+
+
+def test_the_contract_has_a_call_for_every_route_and_no_other() -> None:
+    service = openai_rest_pb2.DESCRIPTOR.services_by_name["OpenAiRestService"]
+    called = set()
+    for method in service.methods:
+        rule = method.GetOptions().Extensions[annotations_pb2.http]
+        verb = rule.WhichOneof("pattern")
+        assert rule.body == ("*" if verb == "post" else "")
+        called.add((verb.upper(), (rule.post or rule.get).replace("=**", "")))
+    assert called == {(row.method, row.path) for row in routes.API}
+
+
+@each
+async def test_a_rest_process_in_front_answers_the_same(stack: tuple[Stack, Forward], row: routes.Row) -> None:
+    s, forward = stack
+    if row.method == "GET":
+        direct = await s.http.get(row.path.replace("{model}", "bytes"))
+        assert await text_of(await forward.call(row.operation, b"bytes", MARK)) == direct.text
+        return
+    for body in BODIES[row.operation]:
+        direct = await s.http.post(row.path, json=body, headers=MARK)
+        assert direct.status_code == 200
+        request = direct.request.content
+        reply = await forward.call(row.operation, request, MARK)
+        assert reply.content_type == direct.headers["content-type"]
+        assert lasting(await text_of(reply)) == lasting(direct.text)
+
+
+@each
+async def test_and_refuses_the_same(stack: tuple[Stack, Forward], row: routes.Row) -> None:
+    _, forward = stack
+    if row.operation == "models":
+        return
+    if row.operation == "model":
+        with pytest.raises(NotFound) as missing:
+            await forward.call("model", b"no/such", MARK)
+        assert (missing.value.field, missing.value.reason) == ("model", "MODEL_NOT_FOUND")
+        return
+    with pytest.raises(InvalidArgument) as caught:
+        await forward.call(row.operation, b'{"nonsense": 1}', MARK)
+    assert caught.value.field == "nonsense"

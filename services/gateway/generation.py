@@ -103,11 +103,11 @@ class Generation:
         """The vector of a request that asked for one. Raises Unavailable where it was ended before."""
         while self._running:
             events = await self._receive()
+            self._apply(events)
             for event in events:
                 if isinstance(event, PooledVector):
                     self._running.clear()
                     return event.values
-            self._apply(events)
         raise Unavailable("the request was ended before its vector was there", retry_after_ms=1000)
 
     def close(self) -> None:

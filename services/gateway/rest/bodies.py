@@ -35,17 +35,17 @@ _TOKENS: Schema = array(TOKEN_ID, minItems=1)
 
 _ROLE: Schema = either({"enum": ["system", "developer", "user", "assistant", "tool"]}, NAME)
 _CALLED: Schema = some({"name": NAME}, {"arguments": {"type": ["string", "object", "null"]}})
-_SAID = {
-    "content": either(STRING, array(ref("ContentPart")), NULL),
-    "tool_calls": either(array(ref("ToolCall")), NULL),
-    **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), nullable(STRING)),
-}
-_BESIDE = {
-    "tool_call_id": nullable(STRING),
-    "name": nullable(STRING),
-    **dict.fromkeys(("refusal", "audio", "function_call", "annotations"), _EMPTY),
-}
-_MESSAGE: Schema = {**only({"role": _ROLE}, {**_SAID, **_BESIDE}), "anyOf": [{"required": [name]} for name in _SAID]}
+_MESSAGE: Schema = only(
+    {"role": _ROLE},
+    {
+        "content": either(STRING, array(ref("ContentPart")), NULL),
+        "tool_calls": either(array(ref("ToolCall")), NULL),
+        "tool_call_id": nullable(STRING),
+        "name": nullable(STRING),
+        **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), nullable(STRING)),
+        **dict.fromkeys(("refusal", "audio", "function_call", "annotations"), _EMPTY),
+    },
+)
 
 # Items of /v1/responses
 
@@ -85,6 +85,7 @@ COMPONENTS: dict[str, Schema] = {
     "Message": _MESSAGE,
     "Messages": array(ref("Message"), minItems=1, maxItems=LIMITS.messages),
     "Prompt": either(STRING, _TOKENS, array(either(STRING, _TOKENS), minItems=1, maxItems=LIMITS.prompts)),
+    "EmbeddingInput": either(NAME, _TOKENS, array(either(NAME, _TOKENS), minItems=1, maxItems=LIMITS.inputs)),
     "InputItem": either(
         only(
             {"role": _SPEAKER, "content": either(STRING, _SPOKEN)}, {"type": {"const": "message"}, **_MARKS, **_BLANK}
@@ -121,7 +122,7 @@ COMPONENTS: dict[str, Schema] = {
 OPEN: dict[str, dict[Api, Schema]] = {
     "messages": {Api.ANY: ref("Messages")},
     "prompt": {Api.COMPLETIONS: ref("Prompt"), Api.TOKENIZE: STRING},
-    "input": {Api.EMBEDDINGS: ref("Prompt"), Api.RESPONSES: ref("Input")},
+    "input": {Api.EMBEDDINGS: ref("EmbeddingInput"), Api.RESPONSES: ref("Input")},
     "documents": {Api.ANY: array(OBJECT)},
     "tools": {
         Api.CHAT | Api.TOKENIZE: array(ref("Tool"), maxItems=LIMITS.tools),

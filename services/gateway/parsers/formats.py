@@ -34,8 +34,8 @@ TAGS = {
 }
 """Tags of reasoning: what opens and what closes it. No tag begins within another or within itself."""
 
-_OTHERS = ("<function=", "<arg_key>", "<function_name>")
-"""What stands between Hermes' tags in templates of models that write no JSON there."""
+_OTHERS = ("<function=", "<arg_key>", "<tool_calls>")
+"""What stands in or around Hermes' tags in templates of models that write their calls otherwise."""
 
 
 def tool_format(name: str) -> ToolFormat:

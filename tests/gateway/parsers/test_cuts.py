@@ -119,7 +119,7 @@ def test_what_is_written_is_told(data: st.DataObject) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=20_000, deadline=None)
+@settings(max_examples=4_000, deadline=None)
 @given(data=st.data())
 def test_what_is_written_is_told_at_length(data: st.DataObject) -> None:
     check_answer(data)
@@ -161,7 +161,7 @@ def test_anything_at_all_is_told_the_same_for_every_cut(data: st.DataObject) -> 
 
 
 @pytest.mark.slow
-@settings(max_examples=20_000, deadline=None)
+@settings(max_examples=4_000, deadline=None)
 @given(data=st.data())
 def test_anything_at_all_is_told_the_same_for_every_cut_at_length(data: st.DataObject) -> None:
     check_anything(data)

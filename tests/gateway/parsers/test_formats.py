@@ -50,6 +50,8 @@ def test_a_mark_begins_but_once_within_itself() -> None:
         ('{{ "<tool_call>\\n" ~ {"name": call.name, "arguments": call.arguments} | tojson }}', "hermes"),
         ('{{ "<tool_call>\\n<function=" ~ call.name ~ ">\\n<parameter=" }}', None),
         ('{{ "<tool_call>" ~ call.name ~ "\\n<arg_key>" }}', None),
+        ('{{ "Within <tool_call></tool_call>: <tool_calls>[" ~ calls ~ "]</tool_calls>" }}', None),
+        ("{{ '<TOOLCALL>[' ~ calls ~ ']</TOOLCALL>' ~ '<|start_header_id|>' }}", None),
         ("{{ '<|start_header_id|>ipython' }}{{ '{\"name\": \"' + call.name + '\", \"parameters\": ' }}", "llama3"),
         ("{% if builtin_tools %}{{ '<|python_tag|>' + call.name + '.call(' }}{% endif %}", "llama3"),
         ("{{ '<|start_header_id|>' + m.role + '<|end_header_id|>' + m.content }}", None),

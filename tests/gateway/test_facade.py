@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from google.api import annotations_pb2
+from google.protobuf import json_format, message_factory
 
-from protos import openai_rest_pb2
+from protos import gateway_pb2, openai_rest_pb2
 from services.common.errors import InvalidArgument, NotFound
 from services.gateway.rest import routes
 from services.gateway.rest.forward import Forward
@@ -88,3 +90,21 @@ async def test_and_refuses_the_same(stack: tuple[Stack, Forward], row: routes.Ro
     with pytest.raises(InvalidArgument) as caught:
         await forward.call(row.operation, b'{"nonsense": 1}', MARK)
     assert caught.value.field == "nonsense"
+
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text()
+
+
+def test_the_page_names_every_route_and_call() -> None:
+    assert [row.path for row in routes.ROUTES if f"{row.method} {row.path}`" not in PAGE] == []
+    calls = gateway_pb2.DESCRIPTOR.services_by_name["GatewayService"].methods
+    assert [call.name for call in calls if f"`{call.name}`" not in PAGE] == []
+
+
+def test_the_lines_of_the_page_are_requests() -> None:
+    lines = re.findall(r"grpcurl -plaintext -d '(.*)' \S+ triptych\.v1\.GatewayService/(\w+)$", PAGE, re.MULTILINE)
+    assert len(lines) == PAGE.count("grpcurl -plaintext -d")
+    methods = gateway_pb2.DESCRIPTOR.services_by_name["GatewayService"].methods_by_name
+    for text, method in lines:
+        request = message_factory.GetMessageClass(methods[method].input_type)()
+        assert json_format.Parse(text, request).ListFields()

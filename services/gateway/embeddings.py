@@ -38,6 +38,7 @@ class Inputs:
     prompts: Sequence[tuple[int, ...]]
     spec: GenerateSpec  # of the first
     dimensions: int | None
+    size: int | None  # length of the vectors, where it is known before there is one
 
     @property
     def usage(self) -> Usage:
@@ -54,9 +55,9 @@ async def read(model: Model, asked: Asked, envelope: Envelope, *, field: str = "
     name = model.info.name
     if _CAPABILITY not in model.info.capabilities:
         raise InvalidArgument(f"model: {name} makes no embeddings", field="model")
-    dimensions = asked.dimensions
+    dimensions, size = asked.dimensions, _size(model)
     if dimensions is not None:
-        _check_dimensions(dimensions, _size(model))
+        _check_dimensions(dimensions, size)
     prompts = await model.text.inputs(asked, field=field)
     spec = GenerateSpec(
         request_id=asked.request_id or envelope.request_id,
@@ -70,7 +71,7 @@ async def read(model: Model, asked: Asked, envelope: Envelope, *, field: str = "
         pooling="last" if asked.pooling == "last" else "mean",
         labels=labels(asked),
     )
-    return Inputs(prompts, spec, dimensions)
+    return Inputs(prompts, spec, dimensions, dimensions or size)
 
 
 async def embed(

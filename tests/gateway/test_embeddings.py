@@ -295,6 +295,17 @@ async def test_grpc() -> None:
         assert (submit.priority, submit.request_id, submit.cache_salt) == (2, "mine", "salt")
 
 
+async def test_more_vectors_than_a_message_holds_are_refused_before_any_is_made() -> None:
+    async with gateway_stack(FakeEngine(files=sizes(4096))) as s:
+        request = gateway_pb2.EmbedRequest(inputs=texts(*["a"] * 520))
+        with pytest.raises(grpc.aio.AioRpcError, match="inputs: 520 vectors of 4096 numbers are more") as error:
+            await s.stub.Embed(request)
+        assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert s.engine.submits == []
+        request.dimensions = 4
+        assert len((await s.stub.Embed(request)).embeddings) == 520
+
+
 WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"inputs": []}, "inputs"),
     ({"inputs": texts("a", "")}, "inputs[1]"),

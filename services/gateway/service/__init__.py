@@ -113,6 +113,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):  # type: ignore[m
         model = self._model_of(request)
         with self._front.arrival():
             inputs = await embeddings.read(model, reading.embed_asked(request), _envelope(context), field="inputs")
+        writing.check_embeddings(len(inputs.prompts), inputs.size)
         vectors = await embeddings.embed(self._front, model, inputs, writing.embedding, arrived=arrived)
         return gateway_pb2.EmbedResponse(embeddings=vectors, usage=wire.usage(inputs.usage))
 

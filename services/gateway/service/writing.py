@@ -6,9 +6,13 @@ from array import array
 from collections.abc import AsyncIterator
 
 from protos import gateway_pb2
+from services.common.channel import MAX_MESSAGE_BYTES
+from services.common.errors import InvalidArgument
 from services.gateway import wire
 from services.gateway.front import Running
 from services.gateway.request import Delta, ResponseOptions, ToolCallDelta
+
+_VECTOR_EXTRA_BYTES = 16  # tags and lengths around a vector
 
 
 async def generated(running: Running, options: ResponseOptions) -> AsyncIterator[gateway_pb2.GenerateResponse]:
@@ -44,6 +48,16 @@ async def answered(running: Running, options: ResponseOptions) -> AsyncIterator[
         begun.add(delta.choice)
         _frame(message, running, delta, first=first, last=last)
         yield message
+
+
+def check_embeddings(count: int, size: int | None) -> None:
+    """Raises for more vectors than the one message that answers an Embed holds; before any is made."""
+    if size is not None and count * (size * 4 + _VECTOR_EXTRA_BYTES) > MAX_MESSAGE_BYTES:
+        raise InvalidArgument(
+            f"inputs: {count} vectors of {size} numbers are more than a message of {MAX_MESSAGE_BYTES} bytes holds; "
+            "send fewer inputs at once, or ask for fewer dimensions",
+            field="inputs",
+        )
 
 
 def embedding(vector: array[float]) -> gateway_pb2.Embedding:

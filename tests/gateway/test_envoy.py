@@ -154,6 +154,13 @@ async def test_routes_that_are_not_there_and_bodies_that_are_too_long(proxied: P
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+async def test_a_long_document_passes_whole(proxied: Proxied) -> None:
+    body = {"prompt": "x" * 300_000}
+    through, direct = [await http.post("/tokenize", json=body) for http in (proxied.http, proxied.stack.http)]
+    assert len(direct.content) > 1 << 20
+    assert through.content == direct.content
+
+
 async def test_events_pass_as_the_gateway_wrote_them(proxied: Proxied) -> None:
     body = {"messages": say("hello 🔥"), "stream": True, "stream_options": {"include_usage": True}, "logprobs": True}
     texts = []

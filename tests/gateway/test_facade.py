@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,9 +12,11 @@ from google.api import annotations_pb2
 from google.protobuf import json_format, message_factory
 
 from protos import gateway_pb2, openai_rest_pb2
+from services.common.channel import MAX_MESSAGE_BYTES
 from services.common.errors import InvalidArgument, NotFound
 from services.gateway.rest import routes
 from services.gateway.rest.forward import Forward
+from services.gateway.rest.renderer import Renderer
 from services.gateway.rest.reply import Reply
 from tests.gateway.client_checks import obedient, say
 from tests.gateway.stack import Stack, gateway_stack
@@ -75,6 +78,20 @@ async def test_a_rest_process_in_front_answers_the_same(stack: tuple[Stack, Forw
         reply = await forward.call(row.operation, request, MARK)
         assert reply.content_type == direct.headers["content-type"]
         assert lasting(await text_of(reply)) == lasting(direct.text)
+
+
+@pytest.mark.parametrize("size", [1, 256 * 1024, 256 * 1024 + 1, MAX_MESSAGE_BYTES + 7])
+async def test_a_long_document_comes_in_pieces_and_whole(
+    stack: tuple[Stack, Forward], monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    document = bytes(random.Random(size).choices(b"abc{}", k=1000)) * (size // 1000 + 1)
+
+    async def long(*_: object) -> Reply:
+        return Reply(document[:size])
+
+    monkeypatch.setattr(Renderer, "call", long)
+    reply = await stack[1].call("tokenize", b"{}", {})
+    assert reply == Reply(document[:size])
 
 
 @each

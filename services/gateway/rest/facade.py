@@ -23,6 +23,8 @@ from services.gateway.trace import REQUEST_ID, request_id_of
 
 SERVICE = "triptych.v1.OpenAiRestService"
 Context = grpc.aio.ServicerContext[Any, Any]
+_PIECE_BYTES = 256 * 1024
+"""Of a long document: proxies hold one message at a time, and few hold more than a mebibyte."""
 
 
 class OpenAiRest(openai_rest_pb2_grpc.OpenAiRestServiceServicer):  # type: ignore[misc]
@@ -77,10 +79,13 @@ class OpenAiRest(openai_rest_pb2_grpc.OpenAiRestServiceServicer):  # type: ignor
             await _refuse(context, error, named)
             return
         await context.send_initial_metadata(named)
-        if isinstance(reply.body, bytes):
-            yield httpbody_pb2.HttpBody(content_type=reply.content_type, data=reply.body)
-            return
         content_type = reply.content_type
+        if isinstance(reply.body, bytes):
+            for start in range(0, len(reply.body), _PIECE_BYTES):
+                piece = reply.body[start : start + _PIECE_BYTES]
+                yield httpbody_pb2.HttpBody(content_type=content_type, data=piece)
+                content_type = ""
+            return
         try:
             async with contextlib.aclosing(reply.body):
                 async for chunk in reply.body:

@@ -35,6 +35,14 @@ async def _next(call: Call) -> httpbody_pb2.HttpBody | None:
     return body if isinstance(body, httpbody_pb2.HttpBody) else None
 
 
+async def _whole(first: bytes, call: Call) -> bytes:
+    """A document, which comes in pieces where it is long."""
+    pieces = [first]
+    while (body := await _next(call)) is not None:
+        pieces.append(body.data)
+    return b"".join(pieces)
+
+
 class _Events:
     """The rest of a stream whose first body is here already."""
 
@@ -88,7 +96,7 @@ class Forward:
                 raise TriptychError("the gateway closed the answer before it began")
             if first.content_type.startswith("text/event-stream"):
                 return Reply(_Events(first.data, call), first.content_type)
-            return Reply(first.data, first.content_type)
+            return Reply(await _whole(first.data, call), first.content_type)
         except asyncio.CancelledError:
             call.cancel()
             raise

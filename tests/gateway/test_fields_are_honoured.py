@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 
 from protos.gateway_pb2 import RequestOptions, SamplingOptions
+from services.gateway import embeddings
 from services.gateway.fields import Api, accepted, read_fields
 from services.gateway.messages import read_messages
+from services.gateway.models import Model
 from services.gateway.prompts import TextSettings
 from services.gateway.rest.responses.items import read_input
 from services.gateway.text import Envelope, ModelText
+from services.gateway.wire import EngineInfo
 from tests.gateway import toys
 from tests.gateway.test_fields import GOOD
 
@@ -58,11 +61,8 @@ CONTEXT: dict[str, dict[str, Any]] = {
 ELSEWHERE = {
     "model": "chooses the model: test_rest, test_service",
     "return_token_strs": "beside the ids: test_rest",
-    "pooling": "test_embeddings",
-    "dimensions": "test_embeddings",
-    "encoding_format": "test_embeddings",
+    "encoding_format": "how vectors are written: test_embeddings",
 }
-ONLY_EMBEDDINGS = ("input", "truncate_prompt_tokens", "truncation_side")
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +72,11 @@ def text() -> Iterator[ModelText]:
     model = asyncio.run(ModelText.load("toy", files, vocab_size=400, max_model_len=512, max_n=4, settings=settings))
     yield model
     model.close()
+
+
+def model_of(text: ModelText) -> Model:
+    info = EngineInfo(1, "e", "toy", "llama", 400, 512, "", "float32", ("embed",), 0, 4, {})
+    return Model(info, text)
 
 
 async def outcome(text: ModelText, api: Api, body: dict[str, Any]) -> object:
@@ -91,12 +96,11 @@ async def outcome(text: ModelText, api: Api, body: dict[str, Any]) -> object:
         case Api.TOKENIZE:
             return await text.tokenize_asked(read_fields(body, Api.TOKENIZE))
         case _:
-            return await text.inputs(read_fields(body, Api.EMBEDDINGS))
+            return await embeddings.read(model_of(text), read_fields(body, Api.EMBEDDINGS), ENVELOPE)
 
 
 def rows() -> list[tuple[Api, str]]:
-    cases = [(api, name) for api in BASE for name in accepted(api) if name not in ELSEWHERE]
-    return [(api, name) for api, name in cases if api is not Api.EMBEDDINGS or name in ONLY_EMBEDDINGS]
+    return [(api, name) for api in BASE for name in accepted(api) if name not in ELSEWHERE]
 
 
 def sample(api: Api, name: str) -> Any:

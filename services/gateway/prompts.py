@@ -135,7 +135,7 @@ def _conversation(
     asked: Asked, caller: Caller, talk: Talk, messages: Sequence[Message], tools: Sequence[Tool]
 ) -> Conversation:
     template = talk.template
-    if not template.shows_calls:
+    if not (template.takes_tools and template.shows_calls):  # calls are shown in the form in which tools are told
         messages = toolless.tell(messages)
     if tools and not template.takes_tools:
         messages = toolless.offer(messages, tools, system=template.takes_system)

@@ -17,6 +17,7 @@ from protos import common_pb2, engine_pb2, gateway_pb2
 from services.common.errors import InvalidArgument, TriptychError
 from services.common.server import error_of
 from services.gateway.fields import Api, Caller, accepted
+from services.gateway.service import writing
 from tests.gateway.client_checks import CALLS, TIME, WEATHER, call, obedient, say
 from tests.gateway.fake_engine import text_files, until
 from tests.gateway.stack import Stack, gateway_stack
@@ -455,15 +456,16 @@ async def test_a_stream_may_come_in_larger_pieces(s: Stack) -> None:
     assert (await over_grpc(s, request, stream=True))[0][0].content == "abcdefghijklm"
 
 
-@pytest.mark.parametrize("method", ["Generate", "Chat"])
-async def test_log_probabilities_of_the_prompt_come_once_with_the_first_message(s: Stack, method: str) -> None:
-    sampling, options = Sampling(prompt_logprobs=1, max_tokens=3), Options(stream=True)
-    request: Any = gateway_pb2.GenerateRequest(text=say("abc")[0]["content"], sampling=sampling, options=options)
+async def with_prompt_logprobs(s: Stack, method: str, *, stream: bool) -> list[Any]:
+    """The messages of a request whose engine tells the log probabilities of its prompt before its tokens."""
+    sampling = Sampling(prompt_logprobs=1, logprobs=1, max_tokens=7)
+    options = Options(stream=stream, return_token_ids=True)
+    request: Any = gateway_pb2.GenerateRequest(text=say("abcdef")[0]["content"], sampling=sampling, options=options)
     if method == "Chat":
-        request = Request(messages=told("abc"), sampling=sampling, options=options)
+        request = Request(messages=told("abcdef"), sampling=sampling, options=options)
     s.engine.held = True
     try:
-        answers = aiter(getattr(s.stub, method)(request))
+        call = getattr(s.stub, method)(request)
         await until(lambda: s.engine.live)
         ((handle, running),) = s.engine.live.items()
         count = len(running.submit.prompt_id_i32le) // 4
@@ -476,15 +478,43 @@ async def test_log_probabilities_of_the_prompt_come_once_with_the_first_message(
         )
         piece = engine_pb2.PromptLogprobsOutput(handle=handle, first_position=0, logprobs=places)
         s.engine.send(engine_pb2.AttachResponse(outputs=engine_pb2.StepOutputs(prompt_logprobs=[piece])))
-        s.engine.held = False
-        first, *rest = [message async for message in answers]
     finally:
         s.engine.held = False
-    assert len(first.prompt_logprobs) == count
+    messages = [message async for message in call]
+    assert sum(len(message.prompt_logprobs) for message in messages) == count
+    return messages
+
+
+@pytest.mark.parametrize("method", ["Generate", "Chat"])
+async def test_log_probabilities_of_the_prompt_come_once_with_the_first_message(s: Stack, method: str) -> None:
+    first, *rest = await with_prompt_logprobs(s, method, stream=True)
     assert not first.prompt_logprobs[0].HasField("token")
-    assert [len(place.top) for place in first.prompt_logprobs[1:]] == [1] * (count - 1)
+    assert [len(place.top) for place in first.prompt_logprobs[1:]] == [1] * (len(first.prompt_logprobs) - 1)
     assert {place.token.logprob for place in first.prompt_logprobs[1:]} == {-9999.0}
     assert all(not message.prompt_logprobs for message in rest)
+
+
+@pytest.mark.parametrize("method", ["Generate", "Chat"])
+async def test_many_log_probabilities_come_in_several_messages(
+    s: Stack, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (whole,) = await with_prompt_logprobs(s, method, stream=False)
+    monkeypatch.setattr(writing, "_MOST_CANDIDATES", 4)
+    messages = await with_prompt_logprobs(s, method, stream=False)
+    text = "text" if method == "Generate" else "content"
+    assert "".join(getattr(message, text) for message in messages) == getattr(whole, text) == "abcdef"
+    for column in ("prompt_logprobs", "logprobs", "token_ids"):
+        joined = [value for message in messages for value in getattr(message, column)]
+        assert joined == list(getattr(whole, column))
+        assert max(len(getattr(message, column)) for message in messages) == 2
+    told_so_far = 0
+    for message in messages:
+        assert message.first_index == told_so_far
+        told_so_far += len(message.token_ids)
+        assert len(message.token_ids) == len(message.logprobs)
+    assert [message.HasField("started") for message in messages] == [True] + [False] * (len(messages) - 1)
+    assert [message.HasField("finish") for message in messages] == [False] * (len(messages) - 1) + [True]
+    assert [message.HasField("usage") for message in messages] == [False] * (len(messages) - 1) + [True]
 
 
 async def test_a_conversation_is_tokenized_as_it_would_be_sent(s: Stack) -> None:

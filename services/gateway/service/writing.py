@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from protos import gateway_pb2
 from services.common.channel import MAX_MESSAGE_BYTES
 from services.common.errors import InvalidArgument
 from services.gateway import wire
 from services.gateway.front import Running
-from services.gateway.request import Delta, ResponseOptions, ToolCallDelta
+from services.gateway.request import Delta, Position, ResponseOptions, ToolCallDelta
 
 _VECTOR_EXTRA_BYTES = 16  # tags and lengths around a vector
+_MOST_CANDIDATES = 32768
+"""Log probabilities in one message: about 1 MiB. More of them come in several."""
+
+
+class _Part(NamedTuple):
+    """What goes into one message."""
+
+    delta: Delta
+    first: bool
+    last: bool
+    prompt: Sequence[Position] = ()
 
 
 async def generated(running: Running, options: ResponseOptions) -> AsyncIterator[gateway_pb2.GenerateResponse]:
     """The answers to a Generate."""
     vocabulary, silent = running.model.text.vocabulary, _silent(running)
-    async for delta, first, last in _deltas(running, stream=options.stream):
+    async for part in _parts(running, stream=options.stream):
+        delta = part.delta
         message = gateway_pb2.GenerateResponse(
             index=delta.choice,
             first_index=delta.first_index,
@@ -26,7 +40,7 @@ async def generated(running: Running, options: ResponseOptions) -> AsyncIterator
             token_ids=delta.token_ids if options.return_token_ids else (),
             logprobs=wire.token_logprobs(vocabulary, delta.logprobs, silent),
         )
-        _frame(message, running, delta, first=first, last=last)
+        _frame(message, running, part)
         yield message
 
 
@@ -34,7 +48,8 @@ async def answered(running: Running, options: ResponseOptions) -> AsyncIterator[
     """The answers to a Chat."""
     vocabulary, silent = running.model.text.vocabulary, _silent(running)
     begun: set[int] = set()
-    async for delta, first, last in _deltas(running, stream=options.stream):
+    async for part in _parts(running, stream=options.stream):
+        delta = part.delta
         message = gateway_pb2.ChatResponse(
             index=delta.choice,
             first_index=delta.first_index,
@@ -46,7 +61,7 @@ async def answered(running: Running, options: ResponseOptions) -> AsyncIterator[
             logprobs=wire.token_logprobs(vocabulary, delta.logprobs, silent),
         )
         begun.add(delta.choice)
-        _frame(message, running, delta, first=first, last=last)
+        _frame(message, running, part)
         yield message
 
 
@@ -74,43 +89,60 @@ def _call(piece: ToolCallDelta) -> gateway_pb2.ToolCall:
     return gateway_pb2.ToolCall(index=piece.index, id=piece.id, name=piece.name, arguments=piece.arguments)
 
 
-async def _deltas(running: Running, *, stream: bool) -> AsyncIterator[tuple[Delta, bool, bool]]:
-    """(delta, whether it is the first, whether it is the last); without streaming one delta per choice."""
-    if not stream:
-        deltas = await running.whole()
-        for number, delta in enumerate(deltas):
-            yield delta, number == 0, number == len(deltas) - 1
-        return
+async def _parts(running: Running, *, stream: bool) -> AsyncIterator[_Part]:
+    """What goes into each message; without streaming a choice has one, unless its log probabilities are too many."""
     left = running.spec.sampling.n
     first = True
     try:
-        while deltas := await running.read():
+        while deltas := await (running.read() if stream else running.whole()):
             for delta in deltas:
                 left -= delta.finish is not None
-                yield delta, first, not left
-                first = False
+                for share, prompt in _shares(delta, running.prompt_logprobs if first else ()):
+                    yield _Part(share, first, not left and share.finish is not None, prompt)
+                    first = False
+            if not stream:
+                return
     finally:
         running.close()
 
 
-def _frame(
-    message: gateway_pb2.GenerateResponse | gateway_pb2.ChatResponse,
-    running: Running,
-    delta: Delta,
-    *,
-    first: bool,
-    last: bool,
-) -> None:
+def _shares(delta: Delta, prompt: Sequence[Position]) -> Iterator[tuple[Delta, Sequence[Position]]]:
+    """A delta with the prompt's log probabilities before it, in as many parts as messages hold."""
+    if not delta.logprobs and not prompt:
+        yield delta, ()
+        return
+    *ahead, beside = _cut(prompt)
+    for piece in ahead:
+        yield Delta(delta.choice, delta.first_index, "", ()), piece
+    first, *others = _cut(delta.logprobs)
+    if not others:
+        yield delta, beside
+        return
+    at = len(first)
+    yield replace(delta, token_ids=delta.token_ids[:at], logprobs=tuple(first), finish=None), beside
+    for piece in others:
+        end = at + len(piece)
+        finish = delta.finish if end == len(delta.logprobs) else None
+        yield Delta(delta.choice, delta.first_index + at, "", delta.token_ids[at:end], tuple(piece), finish), ()
+        at = end
+
+
+def _cut(positions: Sequence[Position]) -> list[Sequence[Position]]:
+    """Pieces of which each has its place in a message; at least one."""
+    size = max(1, _MOST_CANDIDATES // max(1, *map(len, positions))) if positions else 1
+    return [positions[at : at + size] for at in range(0, len(positions), size)] or [positions]
+
+
+def _frame(message: gateway_pb2.GenerateResponse | gateway_pb2.ChatResponse, running: Running, part: _Part) -> None:
     """What only the first and the last message of a choice or request carry."""
-    if delta.finish is not None:
-        message.finish.CopyFrom(wire.finish(delta.finish))
-    if first:
+    if part.delta.finish is not None:
+        message.finish.CopyFrom(wire.finish(part.delta.finish))
+    if part.first:
         message.started.token = running.token
         message.started.request_id = running.spec.request_id
         message.started.model = running.spec.model
         message.started.created_s = running.created_s
-        if running.prompt_logprobs:
-            vocabulary = running.model.text.vocabulary
-            message.prompt_logprobs.extend(wire.token_logprobs(vocabulary, running.prompt_logprobs))
-    if last:
+    if part.prompt:
+        message.prompt_logprobs.extend(wire.token_logprobs(running.model.text.vocabulary, part.prompt))
+    if part.last:
         message.usage.CopyFrom(wire.usage(running.usage))

@@ -105,11 +105,11 @@ class _Sender:
 
     async def reply(self, reply: Reply) -> None:
         if isinstance(reply.body, bytes):
-            await self.whole(200, reply.body, reply.headers, reply.content_type)
+            await self.whole(200, reply.body, {}, reply.content_type)
             return
         send = self._send
         async with contextlib.aclosing(reply.body):
-            await self.start(200, reply.content_type, {**reply.headers, "cache-control": "no-cache"})
+            await self.start(200, reply.content_type, {"cache-control": "no-cache"})
             self._streaming = True
             async for chunk in reply.body:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})

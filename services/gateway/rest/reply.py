@@ -8,7 +8,7 @@ facade (gRPC) ┘                 └── forward: over HttpBody to a gateway
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import orjson
@@ -37,7 +37,6 @@ class Reply:
 
     body: bytes | Events
     content_type: str = JSON
-    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class Api(Protocol):

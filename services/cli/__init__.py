@@ -5,6 +5,7 @@ serve           worker, engine and gateway on this machine
 role            one role, in this process
 chat            a conversation in the terminal
 complete        one text continued
+top/            what a running cluster does, live
 simulate/       the scheduler under a virtual clock
 export_text     writes a model's text files
 bench           measures an OpenAI-compatible server

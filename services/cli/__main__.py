@@ -13,6 +13,7 @@ COMMANDS = {
     "serve": ("serve", "serve a model on this machine: worker, engine and gateway"),
     "chat": ("chat", "talk to a model in the terminal"),
     "complete": ("complete", "continue a text"),
+    "top": ("top.command", "show what a running cluster does"),
     "bench": ("bench", "measure an OpenAI-compatible server"),
     "simulate": ("simulate.command", "run a workload through the scheduler, without a model"),
     "export-text": ("export_text", "write a model's text files (tokenizer, config, template) to a folder"),

@@ -20,13 +20,10 @@ from services.common.settings import Parser, Settings, SettingsError, argument, 
 from services.engine.config import EngineSettings
 from services.gateway.config import GatewaySettings
 from services.local import demo
-from services.local.cluster import Cluster, ClusterError
+from services.local.cluster import PRIVATE_PORT, Cluster, ClusterError
 from services.worker.config import WorkerSettings
 
 ROLES: dict[str, type[Settings]] = {"gateway": GatewaySettings, "engine": EngineSettings, "worker": WorkerSettings}
-
-PRIVATE_PORT = 9103
-"""The first of several gateways has this private port unless told otherwise, the second the next one."""
 
 _WIRED = {"worker": {"listen", "model"}, "engine": {"listen", "worker"}, "gateway": {"engine", "reuse_port"}}
 """Knobs that the cluster sets: the addresses between the roles, the model, and who shares a port."""

@@ -34,6 +34,9 @@ CHILD = (sys.executable, "-P", "-m", "services.local.child")
 
 -P: modules in the folder where a user happens to be are not ours."""
 
+PRIVATE_PORT = 9103
+"""The first of several gateways that one command serves has this private port, the second the next one."""
+
 _SOCKET_ROOM = 40
 _POLL_S = 0.05
 _MARGIN_S = 2.0

@@ -12,6 +12,7 @@ import socket
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import httpx
 import pytest
 
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
+from services.cli.top import command
 from services.local import cluster as local
 from services.local.cluster import Cluster, ClusterError, free_port
 from tests.local.test_cluster import PATIENCE_S, children, serve, wait_for_line, wait_gone
@@ -106,10 +108,7 @@ async def streams(cluster: Cluster) -> AsyncIterator[dict[str, Stream]]:
             first = await call.read()
             after = live(cluster)
             name = next(name for name in NAMES if after[name] > before[name])
-            if name in reached:
-                call.cancel()
-            else:
-                reached[name] = Stream(channel, call, first.started.token)
+            reached.setdefault(name, Stream(channel, call, first.started.token))
             if reached.keys() == NAMES:
                 break
         yield reached
@@ -168,6 +167,25 @@ def test_a_gateway_that_hangs_holds_its_siblings_up_in_nothing(cluster: Cluster)
         finally:
             os.kill(cluster.pid("gateway-0"), signal.SIGCONT)
         assert reached["gateway-0"].post("/v1/completions", json={"prompt": "x"}).status_code == 200
+
+
+def test_top_shows_every_process(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    gateways = ",".join(cluster.private_addresses.values())
+    metrics = {f"--{role}s": cluster.metrics_url(role).split("/")[2] for role in ("engine", "worker")}
+    options = [f"--gateways={gateways}", "--interval=0.5", *(f"{name}={address}" for name, address in metrics.items())]
+    with connections(cluster.http_url) as reached, ThreadPoolExecutor() as pool:
+        asked = {"prompt": "slow", "max_tokens": 100}
+        answers = [pool.submit(client.post, "/v1/completions", json=asked) for client in reached.values()]
+        assert command.main("top", ["--once", "--json", *options]) == 0
+        assert all(answer.result().status_code == 200 for answer in answers)
+    seen = json.loads(capsys.readouterr().out)
+    assert {row["name"]: row["ready"] for row in seen["gateways"]} == dict.fromkeys(NAMES, True)
+    assert seen["engines"][0]["model"] == "simulated"
+    assert 0 < seen["engines"][0]["output_tokens_per_s"] < 1000
+    assert seen["workers"][0]["step_p50_ms"] > 0
+    assert command.main("top", ["--once", *options]) == 0
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in (*NAMES, *cluster.private_addresses.values(), "simulated"))
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -18,6 +18,7 @@ TriptychError                INTERNAL             500
 
 from __future__ import annotations
 
+import re
 import secrets
 from typing import ClassVar
 
@@ -25,12 +26,14 @@ import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-_MESSAGE_BYTES = 1000
+_MESSAGE_BYTES = 600
 _FIELD_BYTES = 200
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
 def _cut(text: str, most: int) -> str:
-    """A caller's own text comes back in errors; gRPC takes no more than a few KiB of them."""
+    """A caller's own text comes back in errors, in several spellings: all of them have to fit into 8 KiB of headers."""
+    text = _CONTROLS.sub("\ufffd", text)
     data = text.encode(errors="replace")
     return text if len(data) <= most else data[:most].decode(errors="ignore") + "…"
 

@@ -6,6 +6,7 @@ A first SIGTERM or SIGINT turns readiness off and drains; a second one exits at 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import inspect
 import os
@@ -48,7 +49,9 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TriptychErro
 
 def error_of(error: grpc.aio.AioRpcError) -> TriptychError:
     """The TriptychError behind a failed call, details included."""
-    status: status_pb2.Status | None = rpc_status.from_call(cast(grpc.Call, error))
+    status: status_pb2.Status | None = None
+    with contextlib.suppress(ValueError):  # the transport cut the answer off, and says so in a code of its own
+        status = rpc_status.from_call(cast(grpc.Call, error))
     if status is None:
         status = status_pb2.Status(code=error.code().value[0], message=_plain(error.details() or ""))
     return from_rpc_status(status)

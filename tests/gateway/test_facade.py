@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc.aio
 import pytest
 from google.api import annotations_pb2
 from google.protobuf import json_format, message_factory
@@ -17,7 +19,7 @@ from services.common.errors import InvalidArgument, NotFound
 from services.gateway.rest import routes
 from services.gateway.rest.forward import Forward
 from services.gateway.rest.renderer import Renderer
-from services.gateway.rest.reply import Reply
+from services.gateway.rest.reply import Reply, error_body
 from tests.gateway.client_checks import obedient, say
 from tests.gateway.stack import Stack, gateway_stack
 
@@ -125,3 +127,21 @@ def test_the_lines_of_the_page_are_requests() -> None:
     for text, method in lines:
         request = message_factory.GetMessageClass(methods[method].input_type)()
         assert json_format.Parse(text, request).ListFields()
+
+
+@pytest.mark.parametrize("text", ["a", "\x01", '"', "\n", "\\", "日", "🔥", "\x7f", "%"])
+async def test_a_refusal_fits_into_headers_whatever_it_quotes(stack: tuple[Stack, Forward], text: str) -> None:
+    """A client's own words come back in several spellings; more than 8 KiB of them would be a failure of the call."""
+    s, forward = stack
+    body = json.dumps({text * 3000: 1}).encode()
+    direct = await s.http.post("/v1/completions", content=body)
+    with pytest.raises(InvalidArgument) as caught:
+        await forward.call("completions", body, {})
+    assert direct.status_code == 400
+    assert error_body(caught.value) == direct.content
+    key = gateway_pb2.ChatRequest(
+        messages=[gateway_pb2.ChatMessage(role=text * 3000, content=[gateway_pb2.ContentPart(text="x")])]
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        [message async for message in s.stub.Chat(key)]
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -8,6 +8,7 @@ The core asks the matchers of requests that run; it waits for no thread.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from array import array
@@ -28,21 +29,23 @@ LEXER_FUEL = 100_000
 """What the library may spend on the states of one grammar. A tenth of its own limit: with that, 30 hostile
 characters cost 200 MB and seconds of every mask; with this some 10 MB, and 10,000 words still compile."""
 _WHITESPACE = r"[ \t\r\n]{1,64}"
+_NAMES_TOKEN = re.compile(r"<[^<>\s\"]+>")
+"""Where a Lark grammar may name a token, <[17]> or <|name|>."""
 _log = Log("engine.grammars")
 
 
 class Matcher:
     """One output in its grammar. Free until the ids of `starts_after` have come one after another."""
 
-    __slots__ = ("_bytes", "_ends", "_matcher", "_since", "_starts_after", "_tail", "error")
+    __slots__ = ("_bytes", "_matcher", "_never", "_since", "_starts_after", "_tail", "error")
 
-    def __init__(self, matcher: LLMatcher, starts_after: Sequence[int], ends: Sequence[int], vocab_size: int) -> None:
-        """`ends` are the tokenizer's own ends of text, which are left to the core."""
+    def __init__(self, matcher: LLMatcher, starts_after: Sequence[int], never: int, vocab_size: int) -> None:
+        """`never` has a bit for each id that no mask may have."""
         self._matcher = matcher
         self._starts_after = array("i", starts_after)
         self._tail = array("i")  # the last ids taken, while it is free
         self._since = None if starts_after else 0  # ids taken since it is in force
-        self._ends = tuple(ends)
+        self._never = never
         self._bytes = -(-vocab_size // 32) * 4
         self.error: str | None = None
 
@@ -82,11 +85,12 @@ class Matcher:
         """Which ids may come next, without the ends of the text."""
         if self._since is None:
             return bytearray(b"\xff") * self._bytes
-        mask = bytearray(self._matcher.compute_bitmask())[: self._bytes]
+        computed = self._matcher.compute_bitmask()[: self._bytes]
+        allowed = int.from_bytes(computed, "little") & ~self._never
         self._check()
-        for end in self._ends:
-            mask[end >> 3] &= ~(1 << (end & 7)) & 0xFF
-        return mask
+        if not allowed and self.error is None and not self._matcher.is_accepting():
+            self.error = "no token of the vocabulary can follow what it has begun"
+        return bytearray(allowed.to_bytes(self._bytes, "little"))
 
     def _check(self) -> None:
         if self.error is None and self._matcher.is_error():
@@ -143,6 +147,7 @@ class Grammars:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
+        self._special: Mapping[str, int] = {}
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
 
     def start(self, kind: str, text: str, starts_after: tuple[int, ...], outputs: Sequence[Sequence[int]]) -> Compiling:
@@ -165,10 +170,13 @@ class Grammars:
         self, kind: str, text: str, starts_after: tuple[int, ...], outputs: list[list[int]]
     ) -> tuple[Matcher, ...]:
         compiled = self._compile(kind, text)
-        ends = self._tokenizer.eos_tokens if self._tokenizer is not None else []
+        never = set(self._tokenizer.eos_tokens if self._tokenizer is not None else ())
+        if kind != "lark" or not _NAMES_TOKEN.search(text):
+            never.update(self._special.values())
+        bits = sum(1 << token for token in never)
         matchers = []
         for output in outputs:
-            matcher = Matcher(compiled.deep_copy(), starts_after, ends, self._vocab_size)
+            matcher = Matcher(compiled.deep_copy(), starts_after, bits, self._vocab_size)
             taken = matcher.take(output)
             if taken < len(output):
                 raise ValueError(f"the output received so far leaves the grammar at token {taken}")
@@ -186,7 +194,10 @@ class Grammars:
                 self._compiled.move_to_end(key)
                 return found
         limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL, verbose_errors=False)
-        matcher = LLMatcher(self._tokenizer, _grammar(kind, text), log_level=0, limits=limits)
+        grammar = _grammar(kind, text)
+        if any(special in text.replace("\\", "") for special in self._special):
+            grammar = _unforced(grammar)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()  # builds what is built lazily, and finds out that nothing can be said
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
             raise ValueError(_one_line(matcher.get_error()))
@@ -201,6 +212,7 @@ class Grammars:
         text = self._files["tokenizer.json"].decode()
         ends = model_ends(self._files, self._vocab_size)
         tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=ends or None)
+        self._special = special_tokens(text, self._vocab_size)
         _log.info("tokenizer for grammars made", seconds=round(time.monotonic() - began, 3))
         return tokenizer
 
@@ -231,6 +243,25 @@ def _grammar(kind: str, text: str) -> str:
     else:
         raise ValueError(f"constraints of kind {kind!r} are not known")
     return grammar
+
+
+def _unforced(grammar: str) -> str:
+    """The same grammar, in which no text is forced to be the tokens that it would be in a prompt.
+
+    A text that is also a special token's would be forced to be that token, which is no text.
+    """
+    if grammar.lstrip().startswith("{"):
+        [inner] = json.loads(grammar)["grammars"]
+        schema = inner["json_schema"]
+        grammar = inner["lark_grammar"] if schema is None else f"start: %json {json.dumps(schema)}"
+    return f'%llguidance {{"no_forcing": true}}\n{grammar}'
+
+
+def special_tokens(tokenizer: str, vocab_size: int) -> dict[str, int]:
+    """The special tokens of a tokenizer.json: what each is written as, and its id."""
+    found = re.search(r'"added_tokens"\s*:\s*(?=\[)', tokenizer)
+    added = json.JSONDecoder().raw_decode(tokenizer, found.end())[0] if found else []
+    return {token["content"]: token["id"] for token in added if token.get("special") and token["id"] < vocab_size}
 
 
 def _one_line(text: str) -> str:

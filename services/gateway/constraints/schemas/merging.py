@@ -266,13 +266,16 @@ def _expressions(document: Document, nodes: Sequence[Node]) -> tuple[tuple[str, 
     additional = found[0].objects.additional
     if additional is None or not document.node(additional).never:
         raise document.spelling.refuse(at, "such names can be held only where additionalProperties is false")
-    if any(
-        node.objects.properties or node.objects.required or node.objects.additional
-        for node in nodes
-        if node is not found[0]
-    ):
+    own = found[0].objects
+    if own.properties or own.required or any(_names(node) for node in nodes if node is not found[0]):
         raise document.spelling.refuse(at, "such names cannot be held together with what else is said of the object")
     return tuple((document.pattern(at), together(document, [at])) for _, at in found[0].objects.patterns)
+
+
+def _names(node: Node) -> bool:
+    """Whether a node says something of properties."""
+    objects = node.objects
+    return bool(objects.properties or objects.patterns or objects.required) or objects.additional is not None
 
 
 def _beginnings(document: Document, nodes: Sequence[Node]) -> dict[str, Together | None]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from services.gateway.constraints.schemas.patterns import escape
+from services.gateway.constraints.schemas.patterns import NAMED, escape, none_of
 
+_UNSAFE = '"\\'
 _ANYTHING = "(?s:.*)"
 
 
@@ -50,6 +51,10 @@ def _rest(branch: _Branch) -> str:
     if not branch.then:
         return f"(?s:.){_ANYTHING}" if branch.ends else _ANYTHING
     others = "".join(escape(char) for char in branch.then)
-    ways = [f"[^{others}]{_ANYTHING}"]
+    if any(char in _UNSAFE or char < " " for char in branch.then):
+        others = none_of(others, (named for char, named in NAMED.items() if chr(char) not in branch.then))
+    else:
+        others = f"[^{others}]"
+    ways = [others + _ANYTHING]
     ways += [escape(char) + _rest(after) for char, after in branch.then.items() if not after.open]
     return f"(?:{'|'.join(ways)}){'' if branch.ends else '?'}"

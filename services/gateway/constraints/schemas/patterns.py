@@ -7,20 +7,23 @@ What ECMA-262 and other readers of schemas see differently is taken in the sense
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
-_SPACE = r" \t\n\r\f\v"
 _ANY_SPACE = r"\s\x1c-\x1f\x{FEFF}"
 _CLASSES = {
     "d": "[0-9]",
     "D": r"[^\p{Nd}]",
     "w": "[A-Za-z0-9_]",
     "W": r"[^\w]",
-    "s": f"[{_SPACE}]",
+    "s": r"[\t\n\r\x0c\x20]",
     "S": f"[^{_ANY_SPACE}]",
 }
-_IN_CLASS = {"d": "0-9", "D": r"\P{Nd}", "w": "A-Za-z0-9_", "W": r"\W", "s": _SPACE}
+_IN_CLASS = {"d": "0-9", "D": r"\P{Nd}", "w": "A-Za-z0-9_", "W": r"\W", "s": r"\t\n\r\x0c\x20"}
 _IN_NEGATED = {"d": "0-9", "w": "A-Za-z0-9_", "s": _ANY_SPACE}
-_CONTROLS = {"n": r"\n", "r": r"\r", "t": r"\t", "f": r"\x0c", "v": r"\x0b"}
+NAMED = {8: r"\x08", 9: r"\t", 10: r"\n", 12: r"\x0c", 13: r"\r"}
+"""Control characters that have a short spelling in JSON. The library takes a class with another of them, or
+a range with one, to hold a quotation mark and a backslash too."""
+_CONTROLS = {"n": (10, r"\n"), "r": (13, r"\r"), "t": (9, r"\t"), "f": (12, r"\x0c"), "v": (11, r"\x0b")}
 _DOT = r"[^\n\r\x{2028}\x{2029}]"
 _REPEAT = re.compile(r"\{(\d{1,6})(,(\d{1,6})?)?\}")
 _PROPERTY = re.compile(r"\{[A-Za-z_]{1,40}\}")
@@ -54,6 +57,7 @@ class _Reader:
         self._pattern = pattern
         self._at = 0
         self._depth = 0
+        self._code = 0  # of the character that was escaped last
 
     def read(self) -> str:
         out: list[str] = []
@@ -135,13 +139,15 @@ class _Reader:
         if char in _CLASSES:
             return "class", char
         if char in _CONTROLS:
-            return "char", _CONTROLS[char]
+            self._code, text = _CONTROLS[char]
+            return "char", text
         if char in _HEX:
             found = _HEX[char].match(self._pattern, self._at)
             if found is None:
                 raise ValueError(f"\\{char} at position {self._at - 2} needs hexadecimal digits")
             self._at = found.end()
-            if 0xD800 <= int(found[0], 16) < 0xE000:
+            self._code = int(found[0], 16)
+            if 0xD800 <= self._code < 0xE000:
                 raise ValueError("halves of surrogate pairs are no text")
             return "char", f"\\x{{{found[0]}}}"
         if char in "pP" and (found := _PROPERTY.match(self._pattern, self._at)):
@@ -153,46 +159,61 @@ class _Reader:
             raise ValueError(f"references to groups (\\{char}) cannot be held")
         if char not in _PUNCTUATION:
             raise ValueError(f"\\{char} at position {self._at - 2} is not known")
+        self._code = ord(char)
         return "char", _literal(char)
 
     def _class(self) -> str:
         negated = self._pattern.startswith("^", self._at)
         self._at += negated
         items: list[str] = []
+        left = dict(NAMED)
         while True:
             if self._at == len(self._pattern):
                 raise ValueError("a class is not closed")
             if self._pattern[self._at] == "]":
                 self._at += 1
                 break
-            items.append(self._item(negated))
+            text, low, high = self._item(negated)
+            items.append(text)
+            if not negated and 0 <= low < 32 and (low != high or low not in NAMED):
+                raise ValueError("control characters in a class can be held one by one only: tab, line break and such")
+            for code in NAMED:
+                if low <= code <= high or text == _ANY_SPACE:
+                    left.pop(code, None)
         if not items:
             raise ValueError("an empty class cannot be held")
-        return f"[{'^' if negated else ''}{''.join(items)}]"
+        return none_of("".join(items), left.values()) if negated else f"[{''.join(items)}]"
 
-    def _item(self, negated: bool) -> str:
-        low, single = self._member(negated)
+    def _item(self, negated: bool) -> tuple[str, int, int]:
+        """A character, a range or a class within a class, and its first and last character; -1 for classes."""
+        low, first = self._member(negated)
         rest = self._pattern[self._at :]
         if not rest.startswith("-") or rest.startswith("-]") or len(rest) < 2:
-            return low
+            return low, first, first
         self._at += 1
-        high, also_single = self._member(negated)
-        if not (single and also_single):
-            raise ValueError("a range in a class goes from one character to another")
-        return f"{low}-{high}"
+        high, last = self._member(negated)
+        if first < 0 or last < first:
+            raise ValueError("a range in a class goes from one character to a later one")
+        return f"{low}-{high}", first, last
 
-    def _member(self, negated: bool) -> tuple[str, bool]:
-        """A member of a class, and whether it is a single character."""
+    def _member(self, negated: bool) -> tuple[str, int]:
+        """A member of a class, and its character."""
         char = self._next()
         if char != "\\":
-            return _literal(char), True
+            return _literal(char), ord(char)
         if self._pattern.startswith("b", self._at):
             self._at += 1
-            return r"\x08", True
+            return r"\x08", 8
         kind, text = self._escaped()
-        if kind != "class":
-            return text, kind == "char"
+        if kind == "char":
+            return text, self._code
         known = _IN_NEGATED if negated else _IN_CLASS
-        if text not in known:
+        if kind == "class" and text not in known:
             raise ValueError(f"\\{text} cannot be held in this class")
-        return known[text], False
+        return known[text] if kind == "class" else text, -1
+
+
+def none_of(items: str, named: Iterable[str] = NAMED.values()) -> str:
+    """Any character but those of a class. Of the control characters, only the `named` ones are among them."""
+    others, controls = rf"[^{items}\x00-\x1f]", "".join(named)
+    return f"(?:{others}|[{controls}])" if controls else others

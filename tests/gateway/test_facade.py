@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
+import pytest_asyncio
 from google.api import annotations_pb2
 from google.protobuf import json_format, message_factory
 
@@ -32,10 +33,11 @@ BODIES: dict[str, list[dict[str, object]]] = {
     "detokenize": [{"tokens": [104, 105]}],
 }
 MARK = {"x-request-id": "mine"}
+in_one_loop = pytest.mark.asyncio(loop_scope="module")
 each = pytest.mark.parametrize("row", routes.API, ids=lambda row: row.operation)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack() -> AsyncIterator[tuple[Stack, Forward]]:
     async with gateway_stack(obedient(per_step=64)) as s:
         forward = Forward(f"127.0.0.1:{s.gateway.grpc_port}")
@@ -66,6 +68,7 @@ def test_the_contract_has_a_call_for_every_route_and_no_other() -> None:
     assert called == {(row.method, row.path) for row in routes.API}
 
 
+@in_one_loop
 @each
 async def test_a_rest_process_in_front_answers_the_same(stack: tuple[Stack, Forward], row: routes.Row) -> None:
     s, forward = stack
@@ -82,6 +85,7 @@ async def test_a_rest_process_in_front_answers_the_same(stack: tuple[Stack, Forw
         assert lasting(await text_of(reply)) == lasting(direct.text)
 
 
+@in_one_loop
 @pytest.mark.parametrize("size", [1, 256 * 1024, 256 * 1024 + 1, MAX_MESSAGE_BYTES + 7])
 async def test_a_long_document_comes_in_pieces_and_whole(
     stack: tuple[Stack, Forward], monkeypatch: pytest.MonkeyPatch, size: int
@@ -96,6 +100,7 @@ async def test_a_long_document_comes_in_pieces_and_whole(
     assert reply == Reply(document[:size])
 
 
+@in_one_loop
 @each
 async def test_and_refuses_the_same(stack: tuple[Stack, Forward], row: routes.Row) -> None:
     _, forward = stack
@@ -129,6 +134,7 @@ def test_the_lines_of_the_page_are_requests() -> None:
         assert json_format.Parse(text, request).ListFields()
 
 
+@in_one_loop
 @pytest.mark.parametrize("text", ["a", "\x01", '"', "\n", "\\", "日", "🔥", "\x7f", "%"])
 async def test_a_refusal_fits_into_headers_whatever_it_quotes(stack: tuple[Stack, Forward], text: str) -> None:
     """A client's own words come back in several spellings; more than 8 KiB of them would be a failure of the call."""

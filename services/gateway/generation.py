@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from services.common.errors import TriptychError, Unavailable, internal
+from services.gateway.constraints.parts import spelled
 from services.gateway.pipeline import ChoicePipeline
 from services.gateway.request import (
     ChoiceTokens,
@@ -61,6 +62,7 @@ class Generation:
         self._stream = stream
         self._on_tokens = on_tokens
         self._interval = shown.stream_interval
+        self._constraint = spec.sampling.constraint
         matcher = StopMatcher(spec.text.stop) if spec.text.stop else None
         self._pipelines = [
             ChoicePipeline(
@@ -124,10 +126,10 @@ class Generation:
     async def _receive(self) -> Sequence[EngineEvent]:
         try:
             events = await self._stream.receive()
-        except TriptychError:
+        except TriptychError as error:
             self._running.clear()  # it has failed: nothing is left to abort
             self.failed = True
-            raise
+            raise spelled(error, self._constraint) from error
         if not events:
             raise internal("the engine's events ended before the request")
         return events

@@ -33,11 +33,13 @@ class Constraint:
     """What the output must follow: the contract's Constraint. `text` is the schema, expression or grammar.
 
     It holds from the first token on, or once the ids `starts_after` have been seen in this order.
+    `place` is where the client said so, in its own spelling, for errors of the engine.
     """
 
     kind: ConstraintKind
     text: str
     starts_after: tuple[int, ...] = ()
+    place: str = ""
 
 
 @dataclass(slots=True, frozen=True)

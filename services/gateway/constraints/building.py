@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from services.gateway.asked import Asked
 from services.gateway.constraints.combining import combine
-from services.gateway.constraints.parts import Calls, Surroundings, Wanted, refuse
+from services.gateway.constraints.parts import LONGEST, Calls, Surroundings, Wanted, refuse
 from services.gateway.constraints.reading import asked_in, read
 from services.gateway.constraints.trial import complaint
 from services.gateway.fields import Caller
@@ -50,9 +51,11 @@ def build(asked: Asked, caller: Caller, calls: Calls | None, around: Surrounding
     wanted = read(asked, caller)
     constraint = combine(wanted, calls, around)
     if constraint is not None:
-        error = complaint(constraint)
+        place = _place(wanted, calls)
+        error = complaint(constraint) if len(constraint.text) <= LONGEST else "the grammar that holds it is too long"
         if error is not None:
-            raise refuse(_place(wanted, calls), error)
+            raise refuse(place, error)
+        constraint = replace(constraint, place=place)
     return constraint
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.common.errors import InvalidArgument
+from services.common.errors import InvalidArgument, TriptychError, from_code_number
 from services.gateway.parsers.formats import CallShape
-from services.gateway.request import ConstraintKind, ReasoningOptions
+from services.gateway.request import Constraint, ConstraintKind, ReasoningOptions
 from services.gateway.tools import Tool, ToolChoice
 
 LONGEST = 256 * 1024
@@ -98,3 +98,20 @@ class Surroundings:
 def refuse(place: str, why: str) -> InvalidArgument:
     """The error for something that cannot be held, by its place."""
     return InvalidArgument(f"{place}: {why}", field=place)
+
+
+def spelled(error: TriptychError, constraint: Constraint | None) -> TriptychError:
+    """An engine's error; one about the constraint names its place as the client knows it."""
+    if constraint is None or not constraint.place:
+        return error
+    if error.field != "constraint" and not error.message.startswith("constraint: "):
+        return error
+    why = error.message.removeprefix("constraint: ")
+    return from_code_number(
+        error.code_number,
+        f"{constraint.place}: {why}",
+        field=constraint.place,
+        reason=error.reason,
+        retry_after_ms=error.retry_after_ms,
+        error_id=error.error_id,
+    )

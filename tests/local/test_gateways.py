@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiohttp
 import grpc.aio
 import httpx
 import pytest
@@ -186,6 +187,15 @@ def test_top_shows_every_process(cluster: Cluster, capsys: pytest.CaptureFixture
     assert command.main("top", ["--once", *options]) == 0
     printed = capsys.readouterr().out
     assert all(word in printed for word in (*NAMES, *cluster.private_addresses.values(), "simulated"))
+
+
+async def test_top_looks_for_gateways_that_nobody_named(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = cluster.private_addresses["gateway-0"]
+    monkeypatch.setattr(command, "PRIVATE_PORT", int(address.split(":")[1]))
+    async with aiohttp.ClientSession() as session:
+        assert address in (await command.find(session, command.TopSettings())).gateways
+        monkeypatch.setattr(command, "_TRIED_PORTS", 0)
+        assert (await command.find(session, command.TopSettings())).gateways == ["127.0.0.1:8000"]
 
 
 @pytest.mark.parametrize("shared", [False, True])

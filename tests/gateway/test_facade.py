@@ -53,7 +53,7 @@ async def text_of(reply: Reply) -> str:
 
 def lasting(text: str) -> str:
     """Without what is new in every answer."""
-    text = re.sub(r'"created(_at)?":[0-9.]+', "", text)
+    text = re.sub(r'"(created|created_at|completed_at)":[0-9.]+', "", text)
     return re.sub(r"msg_[0-9a-f]+", "msg", text)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import struct
+from typing import Literal
 
 import pytest
 
 from protos import common_pb2, engine_pb2
 from services.common.errors import InvalidArgument
 from services.gateway import wire
-from services.gateway.request import FinishReason, TokenLogprob
+from services.gateway.request import Constraint, FinishReason, GenerateSpec, SamplingParams, TokenLogprob
 
 
 def u32(*values: int) -> bytes:
@@ -86,3 +87,37 @@ def test_an_engine_of_another_contract_is_refused() -> None:
     hello = engine_pb2.EngineServiceHelloResponse(engine=common_pb2.Peer(name="e", contract_min=2, contract_max=3))
     with pytest.raises(wire.WireError, match="2 to 3"):
         wire.engine_info(hello, {})
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sent"),
+    [
+        (Constraint("json_schema", "{}"), common_pb2.Constraint(json_schema="{}")),
+        (Constraint("regex", "a+"), common_pb2.Constraint(regex="a+")),
+        (Constraint("lark", "start: x"), common_pb2.Constraint(lark="start: x")),
+        (Constraint("json_object", ""), common_pb2.Constraint(json_object=True)),
+        (
+            Constraint("lark", "start: x", (7, 8)),
+            common_pb2.Constraint(lark="start: x", starts_after=common_pb2.TokenIds(ids=[7, 8])),
+        ),
+    ],
+)
+def test_a_constraint_goes_with_its_request(wanted: Constraint, sent: common_pb2.Constraint) -> None:
+    params = SamplingParams(max_tokens=1, seed=1, constraint=wanted)
+    assert wire.sampling(params).constraint == sent
+    assert not wire.sampling(SamplingParams(max_tokens=1, seed=1)).HasField("constraint")
+
+
+@pytest.mark.parametrize(
+    ("pooling", "sent"), [("mean", common_pb2.POOLING_MEAN), ("last", common_pb2.POOLING_LAST), (None, None)]
+)
+def test_a_request_for_a_vector_says_how(pooling: Literal["mean", "last"] | None, sent: int | None) -> None:
+    spec = GenerateSpec("id", "m", (1, 2), SamplingParams(max_tokens=1, seed=1), pooling=pooling)
+    submit = wire.submit(3, b"t" * 16, spec, None, []).submit
+    assert (submit.pooling if submit.HasField("pooling") else None) == sent
+
+
+def test_a_vector_is_read_whole_or_refused() -> None:
+    assert list(wire.pooled(engine_pb2.PooledOutput(values_f32le=struct.pack("<2f", 0.5, -1.0))).values) == [0.5, -1.0]
+    with pytest.raises(wire.WireError):
+        wire.pooled(engine_pb2.PooledOutput(values_f32le=b"\0" * 7))

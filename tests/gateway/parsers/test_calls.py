@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.gateway.parsers.answers import Answer, parse, parse_any_cut, pieces_of
+from services.gateway.parsers.answer import AnswerParser
+from services.gateway.request import ToolCallDelta
+from tests.gateway.parsers.answers import Answer, parse, parse_any_cut, pieces_of, tools
 
 
 def called(body: str) -> tuple[tuple[str, str], ...]:
@@ -94,6 +96,21 @@ def test_broken_off_in_an_escape() -> None:
     for tail in ("\\", "\\u", "\\ud83", "\\ud83d", "\\ud83d\\", "\\ud83d\\ude0"):
         text = '<tool_call>{"name": "f", "arguments": "{x' + tail
         assert parse_any_cut(text, "hermes").calls == (("f", "{x"),)
+
+
+def test_only_an_escape_that_is_not_complete_holds_up_arguments() -> None:
+    parser = AnswerParser(None, tools("hermes"))
+    for text, held in [
+        ('<tool_call>{"name": "f", "arguments": "{x', 0),
+        ("y\\", 1),
+        ("nz", 0),
+        ("\\u00", 4),
+        ("e9", 0),
+    ]:
+        parser.push(text)
+        assert parser.fed - parser.settled == held
+    told = [event.what.arguments for event in parser.events if isinstance(event.what, ToolCallDelta)]
+    assert "".join(told) == "{xy\nzé"
 
 
 JSON = st.recursive(

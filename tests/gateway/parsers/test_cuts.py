@@ -219,7 +219,7 @@ class Counted(str):
     def __getitem__(self, key: SupportsIndex | slice) -> str:
         part = super().__getitem__(key)
         Counted.copied += len(part)
-        return part
+        return Counted(part)
 
 
 @pytest.mark.parametrize("kind", LONG)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 
 from tests.gateway.client_checks import CHECKS, Check, obedient
 from tests.gateway.stack import Stack, gateway_stack
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-@pytest.fixture
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack() -> AsyncIterator[Stack]:
     async with gateway_stack(obedient()) as stack:
         yield stack

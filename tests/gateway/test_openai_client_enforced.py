@@ -23,7 +23,7 @@ from services.gateway.rest.http import bind
 from tests.engine.cluster import EOS, WorkerProcess, running_engine
 from tests.gateway.fake_engine import until
 
-LAZY = {"otherwise": {"prefer": [EOS, '"', "}", "]", "0"]}}
+LAZY = {"otherwise": {"prefer": [EOS, '"', "}", "]", ":", ",", "0"]}}
 ASK: Any = [{"role": "user", "content": "Anything."}]
 
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from services.gateway.parsers.answer import AnswerParser
 from services.gateway.parsers.formats import (
     TAGS,
     TOOL_FORMATS,
@@ -15,7 +16,7 @@ from services.gateway.parsers.formats import (
     opens_reasoning,
     tool_format,
 )
-from tests.gateway.parsers.answers import Answer, parse_any_cut
+from tests.gateway.parsers.answers import Answer, parse_any_cut, tools
 
 CALLS = (("f", '{"a": 1}'), ("get_weather", '{"city": "}\\"] [", "days": [1, {"x": null}]}'), ("f", "{}"))
 
@@ -25,6 +26,19 @@ CALLS = (("f", '{"a": 1}'), ("get_weather", '{"city": "}\\"] [", "days": [1, {"x
 def test_what_the_shape_writes_is_read(name: str, count: int) -> None:
     written = tool_format(name).shape.write(CALLS[:count])
     assert parse_any_cut(written, name) == Answer("", CALLS[:count])
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_an_answer_with_one_call_ends_with_its_last_brace(name: str) -> None:
+    """It does not wait for what the model would write next."""
+    written = tool_format(name).shape.write(CALLS[:1])
+    parser = AnswerParser(None, tools(name, parallel=False))
+    end = written.rindex("}")
+    parser.push(written[:end])
+    assert not parser.ended
+    parser.push(written[end])
+    assert parser.ended
+    assert parser.settled == parser.fed == end + 1
 
 
 def test_shapes_are_what_models_are_trained_on() -> None:

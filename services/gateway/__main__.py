@@ -11,7 +11,7 @@ import uvloop
 
 from services.common import logs
 from services.common.logs import Log
-from services.common.server import Server, wait_for_signal
+from services.common.server import Server, tune_interpreter, wait_for_signal
 from services.common.settings import SettingsError
 from services.gateway import metrics, service
 from services.gateway.config import GatewaySettings
@@ -156,6 +156,7 @@ async def main(argv: Sequence[str]) -> int:
         print(f"triptych gateway: {error}", file=sys.stderr)
         return 2
     logs.configure("gateway", settings.name, settings.log_level, settings.log_style)
+    tune_interpreter()
     return await serve(settings)
 
 

@@ -58,7 +58,6 @@ class Generation:
         shown = shown or ResponseOptions()
         self.usage = Usage(len(spec.prompt_ids))
         self.prompt_logprobs: list[Position] = []
-        self.failed = False
         self._stream = stream
         self._on_tokens = on_tokens
         self._interval = shown.stream_interval
@@ -91,7 +90,9 @@ class Generation:
         """
         while self._running:
             touched = self._apply(await self._receive())
-            if deltas := self._take([choice for choice in touched if self._is_due(choice)]):
+            if self._interval > 1:
+                touched = [choice for choice in touched if self._is_due(choice)]
+            if deltas := self._take(touched):
                 return deltas
         return []
 
@@ -128,7 +129,6 @@ class Generation:
             events = await self._stream.receive()
         except TriptychError as error:
             self._running.clear()  # it has failed: nothing is left to abort
-            self.failed = True
             raise spelled(error, self._constraint) from error
         if not events:
             raise internal("the engine's events ended before the request")
@@ -156,7 +156,7 @@ class Generation:
     def _push(self, event: ChoiceTokens) -> None:
         pipeline = self._pipelines[event.choice]
         pipeline.push(event)
-        if event.finish is not FinishReason.NONE:
+        if event.finish:
             self._running.discard(event.choice)
         elif pipeline.finish is not None:
             self._running.discard(event.choice)
@@ -165,9 +165,7 @@ class Generation:
     def _is_due(self, choice: int) -> bool:
         """Whether a delta may come now: the first and the last at once, the others with enough tokens."""
         pipeline = self._pipelines[choice]
-        if self._interval == 1 or choice not in self._begun or pipeline.finish is not None:
-            return True
-        return pipeline.ready_tokens >= self._interval
+        return choice not in self._begun or pipeline.finish is not None or pipeline.ready_tokens >= self._interval
 
     def _take(self, choices: Sequence[int]) -> list[Delta]:
         deltas = []

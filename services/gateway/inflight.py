@@ -37,13 +37,12 @@ class TokenGap(Exception):
 
 
 class _Choice:
-    __slots__ = ("delivered", "finish", "ids", "logprobs", "told")
+    __slots__ = ("delivered", "finish", "ids", "logprobs")
 
     def __init__(self) -> None:
         self.ids: array[int] = array("i")
         self.delivered = 0
         self.finish = _NONE
-        self.told = False  # the finish has been read
         self.logprobs: list[Position] = []  # of the pending tokens
 
 
@@ -174,17 +173,7 @@ class EngineRequest:
 
     async def receive(self) -> Sequence[EngineEvent]:
         """All events that wait to be read; waits for one. Raises the request's failure; empty after its end."""
-        while True:
-            events: list[EngineEvent] = []
-            if self._news:
-                events += self._news
-                self._news.clear()
-            for index, choice in self._ready.items():
-                if not choice.told:
-                    events.append(self._event(index, choice))
-            self._ready.clear()
-            if events:
-                return events
+        while not self._ready and not self._news:
             if self._error is not None:
                 raise self._error
             if not self.unfinished:
@@ -194,14 +183,20 @@ class EngineRequest:
                 await self._waiter
             finally:
                 self._waiter = None
+        events: list[EngineEvent] = [
+            *self._news,
+            *[self._event(index, choice) for index, choice in self._ready.items()],
+        ]
+        self._news.clear()
+        self._ready.clear()
+        return events
 
     def _event(self, index: int, choice: _Choice) -> ChoiceTokens:
         first = choice.delivered
         ids = tuple(choice.ids[first:])
         choice.delivered = first + len(ids)
-        logprobs: tuple[Position, ...] = ()
-        if choice.logprobs:
-            logprobs = tuple(choice.logprobs)
-            choice.logprobs.clear()
-        choice.told = choice.finish is not _NONE
+        if not choice.logprobs:
+            return ChoiceTokens(index, first, ids, choice.finish)
+        logprobs = tuple(choice.logprobs)
+        choice.logprobs.clear()
         return ChoiceTokens(index, first, ids, choice.finish, logprobs)

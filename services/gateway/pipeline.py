@@ -95,17 +95,17 @@ class ChoicePipeline:
         known = self._received - tokens.first_index
         if known < 0:
             raise internal(f"tokens {self._received} to {tokens.first_index} of choice {tokens.choice} are missing")
-        ids = tokens.token_ids[known:]
+        ids = tokens.token_ids[known:] if known else tokens.token_ids
         if tokens.logprobs:
             self._positions.extend(tokens.logprobs[known:])
-        silent = ids[-1:] if self._is_silent(tokens.finish) else ()
-        for token_id in ids[: len(ids) - len(silent)]:
+        silent = ids[-1:] if tokens.finish and self._is_silent(tokens.finish) else ()
+        for token_id in ids[:-1] if silent else ids:
             self._received += 1
             self._unreleased.append(token_id)
             for text in self._detokenizer.push(token_id):
                 if self._accept(Span(self._unreleased.popleft(), text)):
                     return
-        if tokens.finish is not FinishReason.NONE:
+        if tokens.finish:
             self._end(tokens.finish, ids[-1:], silent)
 
     def take(self) -> Delta | None:

@@ -37,6 +37,7 @@ class Script:
 
     def __init__(self, *batches: Sequence[EngineEvent] | TriptychError) -> None:
         self.batches = list(batches)
+        self.ended = False
         self.aborts: list[tuple[int | None, FinishReason, int | None]] = []
 
     async def receive(self) -> Sequence[EngineEvent]:
@@ -45,11 +46,13 @@ class Script:
             await asyncio.Event().wait()
         batch = self.batches.pop(0)
         if isinstance(batch, TriptychError):
+            self.ended = True
             raise batch
         return batch
 
     def abort(self, choice: int | None, reason: FinishReason, kept_tokens: int | None) -> None:
-        self.aborts.append((choice, reason, kept_tokens))
+        if not self.ended:
+            self.aborts.append((choice, reason, kept_tokens))
 
 
 def spec(n: int = 1, stop: tuple[str, ...] = ()) -> GenerateSpec:

@@ -113,6 +113,17 @@ def test_one_call_is_all_where_they_may_not_be_parallel(step: int, finish: Finis
     assert pipeline.kept_tokens == kept
 
 
+def test_a_token_that_waited_for_its_last_character_may_end_the_answer() -> None:
+    """The one that brought the rest of the character does not count."""
+    text = '<tool_call>{"name": "f"}🔥'
+    tokens = tokens_of(text, [len(text)])  # after the first byte of the last character
+    assert len(tokens.ids) == 2
+    deltas, pipeline = stream(tokens, TextOptions(tools=tools("hermes", parallel=False)), cuts=[1])
+    assert join(deltas).answer == Answer("", (("f", "{}"),))
+    assert join(deltas).ids == tokens.ids[:1]
+    assert pipeline.kept_tokens == 1
+
+
 def test_one_call_ends_the_answer_before_a_stop_string_behind_it() -> None:
     options = TextOptions(stop=("</tool_call>",), tools=tools("hermes", parallel=False))
     deltas, _ = stream(tokens_of(CALL, range(len(CALL))), options)

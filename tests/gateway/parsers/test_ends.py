@@ -188,6 +188,25 @@ def test_the_tokens_of_reasoning_are_counted() -> None:
     assert join(deltas).reasoning_tokens == 0
 
 
+def test_a_token_without_text_at_the_beginning_is_reasoning_if_reasoning_follows() -> None:
+    for text, count in (("<x>So", 0), ("<x><think>a</think>So", 2)):
+        tokens = tokens_of(text, [len(text) - 5], marks=("<x>",))
+        deltas, _ = stream(tokens, TextOptions(reasoning=THINK), needs_tokens=True, cuts=range(1, len(tokens.ids)))
+        assert join(deltas).answer.content == "So"
+        assert join(deltas).reasoning_tokens == count
+
+
+def test_no_delta_says_nothing_while_a_token_waits() -> None:
+    tokens = tokens_of("<x><tool", marks=("<x>",))
+    pipeline = ChoicePipeline(0, tokens.vocabulary, TextOptions(tools=tools("hermes")), needs_tokens=True)
+    pipeline.push(ChoiceTokens(0, 0, tokens.ids))
+    assert pipeline.take() is None
+    pipeline.push(ChoiceTokens(0, 2, (), FinishReason.LENGTH))
+    delta = pipeline.take()
+    assert delta is not None
+    assert (delta.text, delta.token_ids) == ("<tool", tokens.ids)
+
+
 # Marks that are special tokens
 
 

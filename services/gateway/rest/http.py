@@ -10,6 +10,42 @@ from collections.abc import Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+_UNSENT_BYTES = 128 * 1024
+"""What the kernel keeps for a client that reads slowly (twice that): the rest waits as tokens, and is merged."""
+_AHEAD = 8
+"""Requests that may wait behind the one that is answered, on one connection."""
+
+
+class _Protocol(HttpToolsProtocol):
+    """A connection. A client that leaves is seen, also with other requests sent behind the one that is answered.
+
+    uvicorn stops to read there, so that it would not see the end, and tells it to the last request only.
+    A client that has sent more than `_AHEAD` requests, or 64 KiB of the next one's body, is not read until its
+    answer is over: it is seen to leave when the next chunk is written.
+    """
+
+    _answered: RequestResponseCycle | None = None
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_headers_complete(self) -> None:
+        """A request has begun."""
+        super().on_headers_complete()
+        if 0 < len(self.pipeline) <= _AHEAD:
+            self.flow.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client is gone."""
+        self.pipeline.clear()
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+        super().connection_lost(exc)
 
 
 class _Server(uvicorn.Server):
@@ -29,6 +65,7 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNSENT_BYTES)
         bound.bind((host, port))
     except OSError as error:
         bound.close()
@@ -45,6 +82,7 @@ class HttpServer:
         self.port: int = bound.getsockname()[1]
         config = uvicorn.Config(
             app,
+            http=_Protocol,
             log_config=None,
             access_log=False,
             lifespan="off",

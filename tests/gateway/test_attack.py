@@ -142,7 +142,8 @@ def attack(base_url: str, examples: int, narrow: Callable[[dict[str, Any]], dict
 
 def test_what_the_description_allows_and_what_it_forbids() -> None:
     with served() as base_url:
-        statuses = attack(base_url, 100, lambda description: shared_out(narrowed(description)))
+        statuses = attack(base_url, 125, lambda description: shared_out(narrowed(description)))
+    assert statuses.total() >= 100
     assert statuses[200] >= 10
     assert statuses[400] >= 20
 
@@ -150,6 +151,6 @@ def test_what_the_description_allows_and_what_it_forbids() -> None:
 @pytest.mark.slow
 def test_much_of_it() -> None:
     with served() as base_url:
-        statuses = attack(base_url, 2000, narrowed)
+        statuses = attack(base_url, 2400, narrowed)  # a GET has few different requests
     assert statuses.total() >= 2000
     assert statuses[200] >= 200

@@ -177,7 +177,7 @@ class FakeEngine:
                     finish = 1
                 elif new and new[-1] in params.stop_token_ids:
                     finish = 2
-                elif first + len(new) >= params.max_tokens or not new:  # END was none to a client that goes on
+                elif first + len(new) >= params.max_tokens:
                     finish = 4
                 handles.append(handle)
                 choices.append(choice)

@@ -30,7 +30,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.gateway.fake_engine import VOCAB, FakeEngine
+from tests.gateway.fake_engine import CONTEXT, END, VOCAB, FakeEngine
 from tests.gateway.stack import gateway_stack
 
 CHECKS = [
@@ -40,6 +40,8 @@ CHECKS = [
     response_schema_conformance,
     negative_data_rejection,
 ]
+ANSWER = [*b"hello world", END, *b"." * CONTEXT]
+"""Goes on for those who ignore its end."""
 OF_POSTS = {GenerationMode.POSITIVE: 5, GenerationMode.NEGATIVE: 3}
 """Shares of the examples; a GET has one share."""
 
@@ -50,7 +52,7 @@ def served() -> Iterator[str]:
     started, address = threading.Event(), []
 
     async def run() -> None:
-        async with gateway_stack(FakeEngine()) as stack:
+        async with gateway_stack(FakeEngine(script=lambda *_: ANSWER, per_step=16)) as stack:
             address.append(str(stack.http.base_url))
             ended.append((asyncio.get_running_loop(), asyncio.Event()))
             started.set()

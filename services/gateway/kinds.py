@@ -56,8 +56,11 @@ def _type_name(value: object) -> str:
 
 
 def whole(value: object) -> int | None:
-    """The value if it is a whole number: in JSON 8.0 is one, and true is none."""
-    if isinstance(value, float) and value.is_integer():
+    """The value if it is a whole number: in JSON 8.0 is one, and true is none.
+
+    A float from 2**53 on may have been another number, such as an integer that is too long for the JSON parser.
+    """
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 

@@ -97,6 +97,7 @@ def test_right_values(kind: Kind, value: object, read: object) -> None:
         (Bool(), NESTED),
         (Int(0, 5), True),
         (Int(0, 5), 4.5),
+        (Int(-(2**63), 2**64 - 1), float(-(2**63) - 1)),
         (Int(0, 5), 6),
         (Int(0, 5), 10**400),
         (Number(0.0, 2.0), math.nan),

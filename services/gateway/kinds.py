@@ -10,7 +10,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from services.common.errors import InvalidArgument
 from services.gateway.limits import check_text
@@ -67,6 +67,8 @@ def whole(value: object) -> int | None:
 
 def read_ids(values: Sequence[object], field: str) -> tuple[int, ...]:
     """Token ids; raises InvalidArgument that says which is none."""
+    if set(map(type, values)) == {int}:  # as nearly all are: a long array is read many times as fast
+        return tuple(cast("Sequence[int]", values))
     ids = []
     for i, value in enumerate(values):
         token_id = whole(value)

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from itertools import islice
 
 import grpc.aio
 from grpc_health.v1 import health_pb2
@@ -32,7 +33,7 @@ from services.gateway.wire import EngineInfo, Load, WireError
 _log = Log("router")
 _HANDLES = 2**32
 _SLICE = 128
-"""Rows handed on before the loop may do something else."""
+"""Rows, or positions of a prompt, that are handed on before the loop may do something else."""
 _SILENCE_S = 10.0
 """An engine that sends no frame, not even a heartbeat, for this long is taken for lost."""
 
@@ -327,23 +328,28 @@ class Router:
             if (request := live.get(started.handle)) is not None:
                 request.take_started(started.cached_tokens)
         for piece in outputs.prompt_logprobs:
-            if (request := live.get(piece.handle)) is not None:
-                request.take_prompt_logprobs(piece.first_position, wire.positions(piece.logprobs))
+            places, first = wire.positions(piece.logprobs), piece.first_position
+            while part := list(islice(places, _SLICE)):
+                if (request := live.get(piece.handle)) is not None:
+                    request.take_prompt_logprobs(first, part)
+                first += len(part)
+                await asyncio.sleep(0)
         for pooled in outputs.pooled:
             if (request := live.pop(pooled.handle, None)) is not None:
                 request.take_vector(wire.pooled(pooled))
         for number, row in enumerate(wire.rows(outputs), 1):
-            request = live.get(row.handle)
-            if request is None:
-                continue
-            try:
-                request.take(row.choice, row.first_index, row.token_ids, row.finish, row.logprobs)
-            except TokenGap as gap:
-                self._resubmit(request, gap)
-            if not request.unfinished:
-                live.pop(row.handle, None)
+            if (request := live.get(row.handle)) is not None:
+                self._take_row(request, row)
             if not number % _SLICE:
                 await asyncio.sleep(0)
+
+    def _take_row(self, request: EngineRequest, row: wire.Row) -> None:
+        try:
+            request.take(row.choice, row.first_index, row.token_ids, row.finish, row.logprobs)
+        except TokenGap as gap:
+            self._resubmit(request, gap)
+        if not request.unfinished:
+            self._live.pop(row.handle, None)
 
     def _resubmit(self, request: EngineRequest, gap: TokenGap) -> None:
         """Starts a request again from what it has, under a new handle."""

@@ -10,6 +10,7 @@ import sys
 from array import array
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from protos import common_pb2, engine_pb2, gateway_pb2
@@ -122,39 +123,37 @@ def rows(outputs: engine_pb2.StepOutputs) -> Iterator[Row]:
         raise WireError(f"token_count_u32le promises {sum(counts)} ids, token_id_i32le has {len(ids)}")
     if any(number >= len(_FINISH) for number in finishes):
         raise WireError("finish_u8 holds a reason that the contract does not have")
-    places = positions(outputs.logprobs) if outputs.HasField("logprobs") else None
-    if places is not None and len(places) != len(ids):
-        raise WireError(f"{len(places)} positions of log probabilities for {len(ids)} tokens")
+    places = None
+    if outputs.HasField("logprobs"):
+        places = positions(outputs.logprobs)
+        count = len(outputs.logprobs.count_i32le) // 4
+        if count != len(ids):
+            raise WireError(f"{count} positions of log probabilities for {len(ids)} tokens")
     columns = zip(handles, choices, firsts, counts, finishes, strict=True)
     return _rows(columns, ids, places)
 
 
 def _rows(
-    columns: Iterable[tuple[int, int, int, int, int]], ids: array[int], places: list[Position] | None
+    columns: Iterable[tuple[int, int, int, int, int]], ids: array[int], places: Iterator[Position] | None
 ) -> Iterator[Row]:
     start = 0
     for handle, choice, first, count, finish in columns:
         end = start + count
-        own = places[start:end] if places is not None else None
+        own = list(islice(places, count)) if places is not None else None
         yield Row(handle, choice, first, ids[start:end], _FINISH[finish], own)
         start = end
 
 
-def positions(message: common_pb2.Logprobs) -> list[Position]:
-    """Log probabilities per position; a position without entries is empty."""
+def positions(message: common_pb2.Logprobs) -> Iterator[Position]:
+    """Log probabilities per position; a position without entries is empty. Checked at once, made as they are read."""
     counts = _column("i", message.count_i32le, "count_i32le")
     ids = _column("i", message.token_id_i32le, "token_id_i32le")
     values = _floats(message.logprob_f32le, "logprob_f32le")
     ranks = _column("i", message.rank_i32le, "rank_i32le")
     if not len(ids) == len(values) == len(ranks) == sum(counts) or (counts and min(counts) < 0):
         raise WireError("the columns of log probabilities differ in length")
-    entries = [TokenLogprob(*entry) for entry in zip(ids, values, ranks, strict=True)]
-    result: list[Position] = []
-    start = 0
-    for count in counts:
-        result.append(tuple(entries[start : start + count]))
-        start += count
-    return result
+    entries = map(TokenLogprob, ids, values, ranks)
+    return (tuple(islice(entries, count)) for count in counts)
 
 
 def pooled(message: engine_pb2.PooledOutput) -> PooledVector:

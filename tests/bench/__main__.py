@@ -60,7 +60,7 @@ def measure(cluster: Cluster, workload: Workload) -> Figures:
 def main() -> int:
     """Prints a Markdown table, a row as soon as it is measured."""
     options = [word for word in sys.argv[1:] if word != "--quick"]
-    _, _, knobs = serve.parse(options, "tests.bench")
+    knobs = serve.parse(options, "tests.bench").knobs
     failed = 0
     with open(os.devnull, "wb") as log, Cluster(model=demo.fetch(), log=log, **knobs) as cluster:  # type: ignore[arg-type]
         print(f"{demo.NAME} on {os.cpu_count()} cores, {platform.machine()}\n")

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 from array import array
 
-from protos import common_pb2, engine_pb2, engine_pb2_grpc
-from services.common.server import Server, tune_interpreter, wait_for_signal
-from tests.gateway.fake_engine import FakeEngine, Servicer, text_files
+from protos import common_pb2, engine_pb2
+from services.common.server import tune_interpreter, wait_for_signal
+from tests.gateway.fake_engine import FakeEngine
 
 CONTEXT = 1 << 20
 _TEXT = b"It scatters most at short wavelengths, and so the sky is blue. "
@@ -22,18 +21,6 @@ _TEXT = b"It scatters most at short wavelengths, and so the sky is blue. "
 
 class SteadyEngine(FakeEngine):
     """Steps at absolute times, so that a slow one is made up for."""
-
-    async def start(self) -> None:
-        """Listens on the port that was asked for."""
-        files = text_files()
-        config = json.loads(files["config.json"])
-        files["config.json"] = json.dumps({**config, "max_position_embeddings": CONTEXT}).encode()
-        self.files = files
-        self.server = Server([f"127.0.0.1:{self.port}"])
-        engine_pb2_grpc.add_EngineServiceServicer_to_server(_Servicer(self), self.server.grpc)
-        await self.server.start("triptych.v1.EngineService")
-        await self.server.set_ready(True)
-        self._steps = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -74,15 +61,6 @@ class SteadyEngine(FakeEngine):
         self.send(engine_pb2.AttachResponse(outputs=outputs, load=common_pb2.Load(running=len(self.live))))
 
 
-class _Servicer(Servicer):
-    async def Hello(self, request, context):
-        answer = await super().Hello(request, context)
-        answer.limits.max_model_len = CONTEXT
-        answer.limits.max_num_seqs = 4096
-        answer.model.max_model_len = CONTEXT
-        return answer
-
-
 async def main() -> None:
     """Serves until a signal."""
     parser = argparse.ArgumentParser(prog="tests.bench.steady_engine", description=__doc__)
@@ -90,7 +68,7 @@ async def main() -> None:
     parser.add_argument("--hz", type=float, required=True)
     given = parser.parse_args()
     tune_interpreter()
-    engine = SteadyEngine(step_s=1 / given.hz, port=given.port)
+    engine = SteadyEngine(step_s=1 / given.hz, port=given.port, context=CONTEXT)
     await engine.start()
     await wait_for_signal()
     await engine.kill()

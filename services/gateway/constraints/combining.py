@@ -8,9 +8,11 @@ Where only an answer is wanted, it stays of its own kind, which costs least.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from services.gateway.constraints.lark import SPACE, expression, literal, without
+from services.gateway.constraints.lark import SPACE, expression, literal, up_to, without
 from services.gateway.constraints.parts import Calls, Surroundings, Wanted, refuse
 from services.gateway.constraints.schemas.normal import normal_text
 from services.gateway.request import Constraint
@@ -26,10 +28,10 @@ def combine(wanted: Wanted | None, calls: Calls | None, around: Surroundings) ->
     if calls is None or (wanted is None and not calls.hold):
         return None if wanted is None else _answer(wanted, around)
     if calls.choice.forced:
-        return _composed(["start: body", *_calls(calls, around, "body")], around)
+        return _composed(["start: body", *_calls(replace(calls, held=True), around, "body")], around)
     if wanted is None:
         return _composed(_free_or_calls(calls, around), around)
-    return _composed(_answer_or_calls(wanted, calls, around), around)
+    return _composed(_answer_or_calls(wanted, replace(calls, held=True), around), around)
 
 
 def _answer(wanted: Wanted, around: Surroundings) -> Constraint:
@@ -60,11 +62,10 @@ def _composed(rules: list[str], around: Surroundings) -> Constraint:
     if reasoning is None:
         return Constraint("lark", "\n".join(rules))
     start = rules[0].removeprefix("start: ")
-    special = around.special_ids
-    closing = f"THOUGHT {literal(reasoning.close, special)} space"
-    before = closing if reasoning.inside else f"(space {literal(reasoning.open, special)} {closing})?"
-    thought = f"THOUGHT: {without([reasoning.close])}"
-    return Constraint("lark", "\n".join([f"start: {before} ({start})", *rules[1:], thought, f"space: {SPACE}"]))
+    opened = f"space {literal(reasoning.open, around.special_ids)} thought space"
+    before = "thought space" if reasoning.inside else f"({opened})?"
+    thought = up_to("thought", reasoning.close, around.special_ids)
+    return Constraint("lark", "\n".join([f"start: {before} ({start})", *rules[1:], *thought, f"space: {SPACE}"]))
 
 
 def _free_or_calls(calls: Calls, around: Surroundings) -> list[str]:
@@ -73,12 +74,14 @@ def _free_or_calls(calls: Calls, around: Surroundings) -> list[str]:
     begins = shape.opening + shape.before_name
     mark = next((mark for mark in calls.marks if begins.startswith(mark)), None)
     if mark is None:  # unmarked calls are the whole answer
-        return [
-            "start: TEXT? | calls",
-            r"TEXT: /(?s:.+)/ & ~/\s*\{(?s:.*)/",
-            *_calls(calls, around, "calls"),
-        ]
-    return ["start: TEXT calls?", f"TEXT: {without([mark])}", *_calls(calls, around, "calls")]
+        return ["start: TEXT? | calls", r"TEXT: /(?s:.+)/ & ~/\s*\{(?s:.*)/", *_calls(calls, around, "calls")]
+    text = f"TEXT: {without([mark])}"
+    return [
+        "start: TEXT? | told calls",
+        text,
+        *up_to("told", mark, around.special_ids),
+        *_calls(calls, around, "calls", mark),
+    ]
 
 
 def _answer_or_calls(wanted: Wanted, calls: Calls, around: Surroundings) -> list[str]:
@@ -94,53 +97,33 @@ def _answer_or_object(wanted: Wanted, calls: Calls) -> str:
         raise refuse(wanted.field, "cannot be told from this model's calls of tools; set tool_choice to none")
     key = calls.shape.before_arguments.split('"')[-2]
     answer = json.loads(_body(wanted).removeprefix("%json "))
-    options: list[dict[str, Any]] = []
-    definitions: dict[str, Any] = {}
-    space = answer.pop("x-guidance")
-    for at, made in enumerate([answer, *(json.loads(_arguments(tool, calls)) for tool in calls.tools)]):
-        made.pop("x-guidance", None)
-        moved = _moved(made, f"{at}.")
-        definitions.update(moved.pop("$defs", {}))
-        if at:
-            tool = calls.tools[at - 1]
-            moved = {
-                "type": "object",
-                "properties": {"name": {"enum": [tool.name]}, key: moved},
-                "required": ["name", key],
-                "additionalProperties": False,
-            }
-        options.append(moved)
+    space, definitions = answer.pop("x-guidance"), answer.pop("$defs", {})
+    options = [answer]
+    for at, tool in enumerate(calls.tools):
+        arguments = json.loads(_arguments(tool, calls, f"{at}."))
+        del arguments["x-guidance"]
+        definitions |= arguments.pop("$defs", {})
+        call = {"type": "object", "properties": {"name": {"enum": [tool.name]}, key: arguments}}
+        options.append({**call, "required": ["name", key], "additionalProperties": False})
     return "%json " + json.dumps({"x-guidance": space, "anyOf": options, "$defs": definitions}, ensure_ascii=False)
 
 
-def _moved(schema: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """The same normal form with other names for its definitions."""
-    text = json.dumps(schema, ensure_ascii=False).replace('{"$ref": "#/$defs/', f'{{"$ref": "#/$defs/{prefix}')
-    moved: dict[str, Any] = json.loads(text)
-    definitions = moved.get("$defs")
-    if isinstance(definitions, dict):
-        moved["$defs"] = {prefix + name: definition for name, definition in definitions.items()}
-    return moved
-
-
-def _calls(calls: Calls, around: Surroundings, name: str) -> list[str]:
-    """The rules of calls, one or more."""
+def _calls(calls: Calls, around: Surroundings, name: str, said: str = "") -> list[str]:
+    """The rules of calls, one or more, of which `said` is there already."""
     shape, special = calls.shape, around.special_ids
-    chosen = calls.offered
-    more = f" ({literal(shape.between, special)} call)*" if calls.parallel else ""
-    head, tail = literal(shape.opening, special), literal(shape.closing, special)
+    more = f" ({literal(shape.between + shape.before_name, special)} call)*" if calls.parallel else ""
     ways, rules = [], []
-    for at, tool in enumerate(chosen):
-        written = literal(f"{tool.name}{shape.before_arguments}", special)
-        ways.append(f"{written} arguments_{at}")
+    for at, tool in enumerate(calls.offered):
+        ways.append(f"{literal(tool.name + shape.before_arguments, special)} arguments_{at}")
         rules.append(f"arguments_{at}: %json {_arguments(tool, calls)}")
-    before, after = literal(shape.before_name, special), literal(shape.after_call, special)
-    return [f"{name}: {head} call{more} {tail}", f"call: {before} ({' | '.join(ways)}) {after}", *rules]
+    first = literal((shape.opening + shape.before_name).removeprefix(said), special)
+    last, after = literal(shape.closing, special), literal(shape.after_call, special)
+    return [f"{name}: {first} call{more} {last}", f"call: ({' | '.join(ways)}) {after}", *rules]
 
 
-def _arguments(tool: Tool, calls: Calls) -> str:
+def _arguments(tool: Tool, calls: Calls, prefix: str = "") -> str:
     """The normal form of what a tool takes."""
-    if tool.parameters is None or not (calls.choice.forced or tool.strict):
-        return normal_text({"type": "object"}, calls.place(tool))
-    schema = tool.parameters if "type" in tool.parameters else {"type": "object", **tool.parameters}
-    return normal_text(schema, calls.place(tool))
+    schema: Mapping[str, Any] = {"type": "object"}
+    if tool.parameters is not None and (tool.strict or calls.held):
+        schema = tool.parameters if "type" in tool.parameters else {"type": "object", **tool.parameters}
+    return normal_text(schema, calls.place(tool), prefix=prefix)

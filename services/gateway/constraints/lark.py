@@ -10,6 +10,14 @@ from services.gateway.constraints.parts import LONGEST, refuse
 from services.gateway.constraints.schemas.normal import normal_text
 from services.gateway.constraints.schemas.patterns import escape
 
+LONGEST_GRAMMAR = 32 * 1024
+"""Characters of a client's grammar: one rule of so many symbols takes the library a second."""
+MOST_RULES = 500
+"""The library goes from rule to rule by recursion; some thousands overrun its stack."""
+MOST_MEETS = 10
+"""Expressions that must hold at once: each doubles the time that the library takes to look at them."""
+_UNFORCED = '%llguidance {"no_forcing": true}\n'
+"""Where a terminal takes all that the next one would need, the library looks for what is forced without end."""
 SPACE = r"/[ \t\r\n]{0,8}/"
 """White space between parts of an answer."""
 _TOKEN = re.compile(
@@ -25,6 +33,7 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
+_RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_][\w.-]*[^:\n]{0,100}:", re.MULTILINE)
 _ATTRIBUTE = re.compile(r"\b(stop|max_tokens|temperature|stop_capture)\s*=")
 
 
@@ -50,6 +59,13 @@ def without(texts: Iterable[str]) -> str:
     return "".join(["/(?s:.*)/", *(f" & ~/(?s:.*){escape(text)}(?s:.*)/" for text in dict.fromkeys(texts))])
 
 
+def up_to(name: str, mark: str, special_ids: Mapping[str, int]) -> list[str]:
+    """The rules of any text that ends with the first `mark` in it."""
+    if mark in special_ids:
+        return [f"{name}: {name.upper()} <[{special_ids[mark]}]>", f"{name.upper()}: {without([mark])}"]
+    return [f"{name}[lazy]: /(?s:.*){escape(mark)}/"]
+
+
 def expression(regex: str) -> str:
     """A client's expression as a terminal."""
     out, escaped = [], False
@@ -73,26 +89,35 @@ def client_grammar(text: str, place: str) -> str:
     """A client's Lark grammar. JSON schemas within it are written in their normal form."""
     if text.lstrip().startswith("{"):
         raise refuse(place, "must be a Lark grammar, not JSON")
-    if "::=" in _TOKEN.sub("", text):
+    if len(text) > LONGEST_GRAMMAR:
+        raise refuse(place, f"has {len(text)} characters, above {LONGEST_GRAMMAR}")
+    bare = _TOKEN.sub("", text)
+    for found, most, what in (
+        (len(_RULE.findall(bare)), MOST_RULES, "rules"),
+        (bare.count("&"), MOST_MEETS, "times &"),
+    ):
+        if found > most:
+            raise refuse(place, f"has {found} {what}, above {most}")
+    if "::=" in bare:
         raise refuse(place, 'must be a Lark grammar, with rules like "start: ..."; "::=" is of another notation')
     out: list[str] = []
     at = 0
-    while (found := _TOKEN.search(text, at)) is not None:
-        out.append(text[at : found.start()])
-        at = found.end()
-        kind = found.lastgroup
+    while (match := _TOKEN.search(text, at)) is not None:
+        out.append(text[at : match.start()])
+        at = match.end()
+        kind = match.lastgroup
         if kind == "json":
             schema, at = _inner(text, at, place)
             out.append(f"%json {normal_text(schema, f'{place}: %json')}")
             continue
-        if kind == "directive" and found[0] not in ("%ignore", "%import"):
-            raise refuse(place, f"{found[0]} is not supported")
+        if kind == "directive" and match[0] not in ("%ignore", "%import"):
+            raise refuse(place, f"{match[0]} is not supported")
         if kind == "other":
             raise refuse(place, "references to other grammars (@) are not supported")
-        if kind == "attributes" and (named := _ATTRIBUTE.search(found[0])):
+        if kind == "attributes" and (named := _ATTRIBUTE.search(match[0])):
             raise refuse(place, f"the attribute {named[1]} is not supported")
-        out.append(found[0])
-    made = "".join([*out, text[at:]])
+        out.append(match[0])
+    made = _UNFORCED + "".join([*out, text[at:]])
     if len(made) > LONGEST:
         raise refuse(place, f"has {len(made)} characters, above {LONGEST}")
     return made

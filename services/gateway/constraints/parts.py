@@ -30,6 +30,7 @@ class Calls:
 
     marks  texts by which the format's parser knows a call
     field  how the client spells the tools, `flat` whether a tool's fields stand beside its type
+    held   whether arguments follow the schemas also of tools that are not strict
     """
 
     tools: Sequence[Tool]
@@ -39,6 +40,7 @@ class Calls:
     parallel: bool = True
     field: str = "tools"
     flat: bool = False
+    held: bool = False
 
     @property
     def offered(self) -> list[Tool]:

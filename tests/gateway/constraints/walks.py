@@ -15,8 +15,8 @@ from services.engine.grammars import Grammars, Matcher
 from services.gateway.request import Constraint
 from tests.engine.test_grammars import byte_letters
 
-FORMATS = ("date", "ipv4", "ipv6", "uuid", "email")
-"""Those that jsonschema judges by itself and as their standards have it."""
+FORMATS = ("ipv4", "ipv6", "uuid", "email")
+"""Those that are a matter of letters alone: which years have a 29th of February is not."""
 CLOSERS = b'"}]'
 SPECIAL = ("<|end|>", "</think>", "[TOOL_CALLS]")
 """Special tokens behind the 256 bytes."""

@@ -13,6 +13,8 @@ from services.gateway.constraints.schemas.document import Document
 from services.gateway.constraints.schemas.keywords import kind_of, same
 from services.gateway.constraints.schemas.node import TYPES, Node, Numbers, Pointer, Strings
 
+MOST_EXPRESSIONS = 6
+"""Expressions that one string must match: each doubles the time that the library takes to look at them."""
 _FEW = 16
 _PLAIN = re.compile(r"[A-Za-z0-9_@:/ -]*")
 Together = tuple[Pointer, ...]
@@ -79,6 +81,8 @@ def merge(document: Document, nodes: Sequence[Node]) -> Merged:
         fewest,
         most,
     )
+    if len(strings.patterns) + len(strings.formats) > MOST_EXPRESSIONS:
+        raise document.spelling.refuse(merged.at, f"more than {MOST_EXPRESSIONS} expressions of one string")
     _narrow(merged)
     merged.values = _values(document, nodes, merged)
     return merged

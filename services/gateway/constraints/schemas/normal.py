@@ -27,11 +27,14 @@ class Style:
     closed: bool = False
 
 
-def normal_text(schema: object, place: str, style: Style = Style()) -> str:
-    """A schema in its normal form, as JSON text. Raises InvalidArgument that names the place."""
+def normal_text(schema: object, place: str, style: Style = Style(), *, prefix: str = "") -> str:
+    """A schema in its normal form, as JSON text. Raises InvalidArgument that names the place.
+
+    The names of its definitions begin with `prefix`.
+    """
     _check_size(schema, place)
     document = Document(schema, place, closed=style.closed)
-    made = Writer(document, States(document)).write()
+    made = Writer(document, States(document), prefix).write()
     space: dict[str, Any] = {"whitespace_flexible": False, "whitespace_pattern": None}
     if not style.compact:
         space = {"whitespace_pattern": _SPACE}

@@ -19,9 +19,10 @@ Json = dict[str, Any]
 class Writer:
     """Writes one schema."""
 
-    def __init__(self, document: Document, states: States) -> None:
+    def __init__(self, document: Document, states: States, prefix: str) -> None:
         self._document = document
         self._states = states
+        self._prefix = prefix
         self._definitions: dict[str, Json] = {}
         self._waiting: list[State] = []
 
@@ -30,7 +31,7 @@ class Writer:
         root = self._reference(self._states.root)
         while self._waiting:
             state = self._waiting.pop()
-            self._definitions[str(state.number)] = self._state(state)
+            self._definitions[self._name(state)] = self._state(state)
         return root if not self._definitions else {**root, "$defs": self._definitions}
 
     def _reference(self, state: State) -> Json:
@@ -38,11 +39,14 @@ class Writer:
             return self._state(state)
         if _anything(state):
             return {}
-        name = str(state.number)
+        name = self._name(state)
         if name not in self._definitions:
             self._definitions[name] = {}
             self._waiting.append(state)
         return {"$ref": f"#/$defs/{name}"}
+
+    def _name(self, state: State) -> str:
+        return f"{self._prefix}{state.number}"
 
     def _part(self, nodes: Together | None) -> Json | bool:
         """What stands within; false where nothing can."""

@@ -18,7 +18,7 @@ import jsonschema
 import pytest
 
 from services.common.errors import InvalidArgument, Unimplemented
-from services.engine.grammars import LONGEST_TEXT, Compiling, Grammars, Matcher, model_ends
+from services.engine.grammars import LONGEST_TEXT, Compiling, Grammars, Matcher, model_ends, special_tokens
 
 END, START, THINK = 0, 1, 2
 SPECIAL = ("<|end|>", "<|start|>", "</think>")
@@ -343,6 +343,51 @@ def test_many_at_once_are_each_their_own(grammars: Grammars) -> None:
         assert finish(compiling).error is None
         text = text_of(sample(compiling.matchers[0], random.Random(at)))
         assert re.fullmatch(f"{at}[0-9]", text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "written"),
+    [
+        ("json_schema", '{"const": "</think>"}', '"</think>"'),
+        ("json_schema", '{"enum": ["a<|end|>b"]}', '"a<|end|>b"'),
+        ("json_schema", '{"properties": {"<|start|>": {"const": 1}}, "required": ["<|start|>"]}', '{"<|start|>":1}'),
+        ("regex", r"x<\|end\|>", "x<|end|>"),
+        ("lark", 'start: "<|end|>" "</think>"', "<|end|></think>"),
+    ],
+)
+def test_a_text_that_is_written_like_a_special_token_is_a_text(
+    grammars: Grammars, kind: str, text: str, written: str
+) -> None:
+    """The library would force what is forced to be the tokens that it is in a prompt."""
+    matcher = compile_one(grammars, kind, text)
+    for token in ids_of(written):
+        assert token in allowed(matcher.mask())
+        assert not {END, START, THINK} & set(allowed(matcher.mask()))
+        assert matcher.take((token,)) == 1
+    assert matcher.may_end
+
+
+def test_special_tokens_stand_where_a_grammar_names_them(grammars: Grammars) -> None:
+    matcher = compile_one(grammars, "lark", f'start: "a" <[{THINK}]> "b"', output=ids_of("a"))
+    assert allowed(matcher.mask()) == [THINK]
+    assert matcher.take((THINK, *ids_of("b"))) == 2
+    assert matcher.may_end
+
+
+def test_a_grammar_that_leaves_no_token_is_an_error(grammars: Grammars) -> None:
+    """This expression hides from us that it forces a special token."""
+    matcher = compile_one(grammars, "regex", "x<[|]end[|]>", output=ids_of("x"))
+    assert not allowed(matcher.mask())
+    assert matcher.error is not None
+    assert "no token" in matcher.error
+
+
+def test_the_special_tokens_of_a_tokenizer() -> None:
+    assert special_tokens(TOKENIZER, VOCABULARY) == {"<|end|>": END, "<|start|>": START, "</think>": THINK}
+    assert special_tokens(TOKENIZER, 1) == {"<|end|>": END}
+    assert special_tokens("{}", 9) == {}
+    plain = '{"added_tokens" : [{"id": 1, "content": "x"}, {"id": 2, "content": "y", "special": false}]}'
+    assert special_tokens(plain, 9) == {}
 
 
 @pytest.mark.parametrize(

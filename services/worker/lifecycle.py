@@ -189,7 +189,6 @@ class Lifecycle:
                 return 0
             if not self.asleep:
                 self._before_sleep = self.shape
-            self.shape = None
             freed = await self._thread.run(partial(self._fall_asleep, level))
         self._show_memory()
         _log.info("asleep", level=level, freed_bytes=freed)
@@ -198,6 +197,7 @@ class Lifecycle:
     def _fall_asleep(self, level: int) -> int:
         """On the step thread, behind the steps that came before."""
         self.asleep = level
+        self.shape = None
         self._stepper.reset()
         return self._runner.sleep(level)
 

@@ -107,6 +107,8 @@ WRONG: list[tuple[object, str]] = [
     ([{"type": "function_call_output", "call_id": "c", "output": "x"}], "input[0].call_id"),
     ([CALL, {"type": "function_call_output", "call_id": "c"}], "input[1].output"),
     ([{"type": "reasoning", "summary": [], "encrypted_content": "x"}], "input[0].encrypted_content"),
+    ([{"type": "reasoning", "summary": 0}], "input[0].summary"),
+    ([{"type": "reasoning", "summary": False, "content": "x"}], "input[0].summary"),
 ]
 
 

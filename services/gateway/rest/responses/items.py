@@ -112,14 +112,12 @@ class _History:
 
     def _reasoning(self, item: Entry, where: str) -> None:
         _check_keys(item, where, ("summary", "content"))
-        content = item.get("content")
-        if content is None or content == []:
-            text = _text(item.get("summary") or [], f"{where}.summary", ("summary_text",))
-        else:
-            text = _text(content, f"{where}.content", ("reasoning_text",))
+        content, summary = item.get("content"), item.get("summary")
+        whole = "" if content is None else _text(content, f"{where}.content", ("reasoning_text",))
+        short = "" if summary is None else _text(summary, f"{where}.summary", ("summary_text",))
         if self._turn is not None and (self._turn.texts or self._turn.calls):
             self.close()
-        self._open().reasoning.append(text)
+        self._open().reasoning.append(whole or short)
 
     def _call(self, item: Entry, where: str) -> None:
         _check_keys(item, where, ("call_id", "name", "arguments"))

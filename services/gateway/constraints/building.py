@@ -21,7 +21,7 @@ LIMIT_S = 10.0
 class Constraints:
     """Makes the constraints of requests. One per process; `close` lets its threads end."""
 
-    def __init__(self, *, threads: int = 1, limit_s: float = LIMIT_S) -> None:
+    def __init__(self, *, threads: int = 2, limit_s: float = LIMIT_S) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="constraints")
         self._limit_s = limit_s
 

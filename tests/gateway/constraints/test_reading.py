@@ -269,14 +269,16 @@ async def test_it_is_made_off_the_event_loop() -> None:
 
 async def test_what_takes_too_long_is_refused_by_its_place() -> None:
     """The thread is busy with something else until the end of the test."""
-    constraints = Constraints(limit_s=0.05)
+    constraints = Constraints(threads=1, limit_s=0.05)
     gate = threading.Event()
     constraints._pool.submit(gate.wait)
-    with pytest.raises(InvalidArgument, match="took longer") as refused:
-        await constraints.build(Asked(response_format={"type": "json_object"}), Caller(Api.CHAT))
+    try:
+        with pytest.raises(InvalidArgument, match="took longer") as refused:
+            await constraints.build(Asked(response_format={"type": "json_object"}), Caller(Api.CHAT))
+    finally:
+        gate.set()
+        constraints.close()
     assert refused.value.field == "response_format"
-    gate.set()
-    constraints.close()
 
 
 def test_errors_of_the_engine_are_spelled_as_the_client_spells() -> None:

@@ -6,6 +6,7 @@ it may be one that is held, misspelled.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from decimal import Decimal
@@ -146,7 +147,7 @@ class Reader:
             values = tuple(self._plain(value, (*at, "enum", i)) for i, value in enumerate(said["enum"]))
         if "const" in said:
             const = self._plain(said["const"], (*at, "const"))
-            if values is not None and not any(same(const, value) for value in values):
+            if values is not None and canonical(const) not in map(canonical, values):
                 raise self._spelling.refuse((*at, "const"), "is not in enum, so no value fits")
             values = (const,)
         return values
@@ -315,17 +316,9 @@ _HELD = frozenset(
 )
 
 
-def same(one: object, other: object) -> bool:
-    """Whether two JSON values are equal: true is not 1, and 1.0 is 1."""
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, int | float) and isinstance(other, int | float):
-        return one == other
-    return type(one) is type(other) and one == other
+def canonical(value: object) -> str:
+    """Equal for equal JSON values, once numbers are written shortest: true is not 1."""
+    return json.dumps(value, sort_keys=True)
 
 
 def kind_of(value: object) -> str:

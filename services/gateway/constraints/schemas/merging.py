@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from services.gateway.constraints.schemas.document import Document
-from services.gateway.constraints.schemas.keywords import kind_of, same
+from services.gateway.constraints.schemas.keywords import canonical, kind_of
 from services.gateway.constraints.schemas.node import TYPES, Node, Numbers, Pointer, Strings
 
 MOST_EXPRESSIONS = 6
@@ -184,22 +184,14 @@ def _values(document: Document, nodes: Sequence[Node], merged: Merged) -> tuple[
     lists = [node for node in nodes if node.values is not None]
     if not lists:
         return None
-    kept: list[Any] = []
-    seen: set[tuple[str, object]] = set()
-    for value in lists[0].values or ():
-        kind = kind_of(value)
-        plain = kind not in ("array", "object")
-        if plain and (kind, value) in seen:
-            continue
-        if plain:
-            seen.add((kind, value))
-        elif _bounds_within(nodes):
-            at = lists[0].at
-            raise document.spelling.refuse(at, "arrays and objects in enum or const cannot be held with other bounds")
-        everywhere = all(any(same(value, other) for other in node.values or ()) for node in lists[1:])
-        if everywhere and kind in merged.types and _fits(value, merged):
-            kept.append(value)
-    return tuple(kept)
+    found = {canonical(value): value for value in lists[0].values or ()}
+    for node in lists[1:]:
+        others = set(map(canonical, node.values or ()))
+        found = {key: value for key, value in found.items() if key in others}
+    if any(isinstance(value, list | dict) for value in found.values()) and _bounds_within(nodes):
+        at = lists[0].at
+        raise document.spelling.refuse(at, "arrays and objects in enum or const cannot be held with other bounds")
+    return tuple(value for value in found.values() if kind_of(value) in merged.types and _fits(value, merged))
 
 
 def _bounds_within(nodes: Sequence[Node]) -> bool:

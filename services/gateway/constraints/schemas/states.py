@@ -10,11 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from services.gateway.constraints.schemas.document import Document
+from services.gateway.constraints.schemas.keywords import canonical
 from services.gateway.constraints.schemas.merging import Merged, Together, merge, together
 from services.gateway.constraints.schemas.node import Node, Pointer
 
 MOST_WAYS = 512
 """Ways of one state: each choice in anyOf times each in another."""
+MOST_COMPARISONS = 10_000
 MOST_STATES = 10_000
 DEEPEST = 150
 """States within states. The library goes into them by recursion, and 500 are too much for its stack."""
@@ -53,6 +55,8 @@ class States:
     def __init__(self, document: Document) -> None:
         self._document = document
         self._expanded: dict[Pointer, list[_Way]] = {}
+        self._tagged: dict[Together, dict[str, frozenset[str]] | None] = {}
+        self._comparisons = 0
         self._states: dict[frozenset[Pointer], State] = {}
         self.root = self._explore(together(document, [()]))
 
@@ -144,10 +148,41 @@ class States:
                         raise self._document.spelling.refuse(group, why)
 
     def _apart(self, way: _Way, option: Pointer) -> bool:
-        return all(self._nothing((way + other).nodes, 3) for other in self._expand(option, ()))
+        return all(
+            self._kinds_apart(way, other) or self._nothing((way + other).nodes, 3) for other in self._expand(option, ())
+        )
+
+    def _kinds_apart(self, one: _Way, other: _Way) -> bool:
+        """Whether both are objects that need a property, which is one of these values here and of those there."""
+        if self._tags(one) is None or self._tags(other) is None:
+            return False
+        mine, theirs = self._tags(one) or {}, self._tags(other) or {}
+        return any(mine[name].isdisjoint(theirs[name]) for name in mine.keys() & theirs.keys())
+
+    def _tags(self, way: _Way) -> dict[str, frozenset[str]] | None:
+        """The properties that an object needs and that are one of a few values; None where it may be no object."""
+        key = tuple(node.at for node in way.nodes)
+        if key not in self._tagged:
+            self._tagged[key] = self._find_tags(way)
+        return self._tagged[key]
+
+    def _find_tags(self, way: _Way) -> dict[str, frozenset[str]] | None:
+        if frozenset(("object",)) not in (node.types for node in way.nodes):
+            return None
+        required = {name for node in way.nodes for name in node.objects.required}
+        tags: dict[str, frozenset[str]] = {}
+        for node in way.nodes:
+            for name in required & node.objects.properties.keys():
+                values = self._document.node(node.objects.properties[name]).values
+                if values is not None:
+                    tags[name] = frozenset(map(canonical, values))
+        return tags
 
     def _nothing(self, nodes: Sequence[Node], depth: int) -> bool:
         """Whether it is sure that no value fits these nodes."""
+        self._comparisons += 1
+        if self._comparisons > MOST_COMPARISONS:
+            raise self._document.spelling.refuse((), "its oneOf have too many options to be told apart")
         merged = merge(self._document, nodes)
         if not _possible(merged):
             return True

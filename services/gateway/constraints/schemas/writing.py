@@ -65,6 +65,9 @@ class Writer:
             if kind not in way.types:
                 continue
             if kind == "number":
+                if _is_narrow(way.numbers):
+                    why = "numbers between a whole one, which is left out, and one less than 1 away cannot be held"
+                    raise self._document.spelling.refuse(way.at, why)
                 made.append(_number(way.numbers))
             elif kind == "string":
                 made.append(_string(way.strings))
@@ -170,6 +173,16 @@ def _number(numbers: Numbers) -> Json:
     if numbers.multiple_of is not None:
         made["multipleOf"] = _plain(numbers.multiple_of)
     return made
+
+
+def _is_narrow(numbers: Numbers) -> bool:
+    """Whether the library would take the whole number that is left out at the end nearer to 0."""
+    low, high = numbers.low, numbers.high
+    if numbers.whole or low is None or high is None or high - low >= 1:
+        return False
+    return (numbers.above_low and low >= 0 and low.denominator == 1) or (
+        numbers.below_high and high <= 0 and high.denominator == 1
+    )
 
 
 def _plain(number: Fraction) -> int | float:

@@ -28,7 +28,7 @@ KEPT = 32
 LEXER_FUEL = 100_000
 """What the library may spend on the states of one grammar. A tenth of its own limit: with that, 30 hostile
 characters cost 200 MB and seconds of every mask; with this some 10 MB, and 10,000 words still compile."""
-_WHITESPACE = r"[ \t\r\n]{1,64}"
+_WHITESPACE = r" |\r?\n[ \t]{0,32}"
 _NAMES_TOKEN = re.compile(r"<[^<>\s\"]+>")
 """Where a Lark grammar may name a token, <[17]> or <|name|>."""
 _log = Log("engine.grammars")

@@ -206,8 +206,8 @@ def test_walks_through_calls_are_calls(name: str) -> None:
 
 def test_white_space_of_arguments_is_bounded() -> None:
     found = combined(calls_of("hermes"))
-    for count, fits in ((64, True), (65, False)):
-        assert accepts(found, written("hermes", ("first", "{" + "\n" * count + '"a":1}'))) is fits
+    for count, fits in ((32, True), (33, False)):
+        assert accepts(found, written("hermes", ("first", "{\n" + " " * count + '"a":1}'))) is fits
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from services.gateway.constraints.schemas.writing import Writer
 
 DEEPEST = 100
 """Arrays and objects within each other in the text of a schema."""
-_SPACE = r"[ \t\r\n]{1,64}"
-"""White space between the parts of a JSON text. It is bounded: a model may never stop it."""
+_SPACE = r" |\r?\n[ \t]{0,32}"
+"""White space between the parts of a JSON text: a blank, or a line and its indentation. A model may never stop."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -132,15 +132,18 @@ def _median(name: str, values: Sequence[Any]) -> Any:
 def main() -> int:
     """Prints the table, a row as soon as it is measured."""
     parser = argparse.ArgumentParser(prog="tests.bench.gateway", description=__doc__)
-    parser.add_argument("modes", nargs="*", choices=[*LOADS, []], default=["stream", "max", "bodies"])
+    parser.add_argument("modes", nargs="*", help=f"of {', '.join(LOADS)}; by default all")
     parser.add_argument("--gateways", type=int, default=1)
     parser.add_argument("--simulated", action="store_true")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--runs", type=int, default=3)
     given = parser.parse_args()
+    for mode in given.modes:
+        if mode not in LOADS:
+            parser.error(f"no mode {mode!r}: {', '.join(LOADS)}")
     lines: list[str] = []
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, medians of {given.runs} runs\n")
-    for mode in given.modes:
+    for mode in given.modes or LOADS:
         for load in LOADS[mode]:
             runs = [measure(load, given.gateways, given.seconds, simulated=given.simulated) for _ in range(given.runs)]
             found = {name: _median(name, [run[name] for run in runs]) for name in runs[0]}

@@ -1,4 +1,4 @@
-"""Embeddings through the whole split: the official client, a gateway, an engine, a worker that computes."""
+"""The whole split under the official client: a gateway, an engine, a worker that computes a tiny model."""
 
 from __future__ import annotations
 
@@ -66,6 +66,41 @@ def vectors(answer: openai.types.CreateEmbeddingResponse) -> Sequence[list[float
     return [item.embedding for item in answer.data]
 
 
+async def prompts_have_the_same_log_probabilities_again(client: openai.AsyncOpenAI, name: str) -> None:
+    """The second time most of the prompt lies in the prefix cache, and is computed all the same."""
+    answers = []
+    for _ in range(2):
+        answer = await client.completions.create(
+            model=name, prompt=INPUTS[2], max_tokens=1, temperature=0, extra_body={"prompt_logprobs": 1}
+        )
+        (choice,) = answer.model_dump()["choices"]
+        first, *others = choice["prompt_logprobs"]
+        assert first is None
+        assert [str(token_id) in entry for token_id, entry in zip(INPUTS[2][1:], others, strict=True)] == [True] * 29
+        answers.append((choice["prompt_logprobs"], choice["text"]))
+    assert answers[0] == answers[1]
+
+
+async def chunks_of_a_prompt_count_for_nothing(client: openai.AsyncOpenAI, name: str) -> None:
+    """Its 60 tokens take three steps, none of which gives a token."""
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    stream = await client.completions.create(
+        model=name,
+        prompt=list(range(60, 0, -1)),
+        max_tokens=3,
+        stream=True,
+        extra_body={"stream_options": usage, "ignore_eos": True, "return_token_ids": True},
+    )
+    counted, tokens = [], 0
+    async for chunk in stream:
+        assert chunk.usage is not None
+        assert chunk.usage.prompt_tokens == 60
+        tokens += sum(len(choice.model_dump()["token_ids"]) for choice in chunk.choices)
+        counted.append((chunk.usage.completion_tokens, tokens))
+    assert all(completion == so_far for completion, so_far in counted)
+    assert counted[-1] == (3, 3)
+
+
 async def test_the_client_gets_what_transformers_computes() -> None:
     with tempfile.TemporaryDirectory(prefix="tri", dir="/tmp") as folder:
         model = tiny_llama(Path(folder, "tiny"))
@@ -77,6 +112,8 @@ async def test_the_client_gets_what_transformers_computes() -> None:
             talk = client.completions.create(model=name, prompt=INPUTS[2], max_tokens=20)
             last = await client.embeddings.create(model=name, input=INPUTS, extra_body={"pooling": "last"})
             assert (await talk).usage is not None
+            await prompts_have_the_same_log_probabilities_again(client, name)
+            await chunks_of_a_prompt_count_for_nothing(client, name)
             for wrong in ({"dimensions": HIDDEN + 1}, {"input": [*INPUTS, [1] * 65]}):
                 with pytest.raises(openai.BadRequestError, match=r"is more than the 32|are more than 64 tokens"):
                     await client.embeddings.create(**{"model": name, "input": INPUTS, **wrong})

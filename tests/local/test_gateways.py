@@ -77,6 +77,19 @@ def connections(url: str) -> Iterator[dict[str, httpx.Client]]:
         yield reached
 
 
+def test_equal_ids_of_clients_do_not_mix_through_two_gateways(cluster: Cluster) -> None:
+    def ask(client: httpx.Client, prompt: str) -> tuple[str, str]:
+        body = {"prompt": prompt, "request_id": "same", "max_tokens": len(SLOW)}
+        answer = client.post("/v1/completions", json=body).json()
+        return answer["id"], answer["choices"][0]["text"]
+
+    with connections(cluster.http_url) as reached, ThreadPoolExecutor(2) as pool:
+        asked = [
+            pool.submit(ask, reached[name], prompt) for name, prompt in zip(sorted(NAMES), ("slow", "x"), strict=True)
+        ]
+        assert [answer.result() for answer in asked] == [("cmpl-same", SLOW), ("cmpl-same", "hello")]
+
+
 @dataclass
 class Stream:
     """A live stream through a channel of its own."""

@@ -11,6 +11,7 @@ import torch
 
 from services.common.errors import FailedPrecondition
 from services.worker.config import WorkerSettings
+from services.worker.models.decoder import Decoder
 from services.worker.runner import TorchRunner
 from services.worker.step import (
     PROMPT_LOGPROBS,
@@ -150,6 +151,27 @@ class TestLogprobs:
                 for one, other in zip(entries, whole[position], strict=True):
                     assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
         assert self.prompt_entries(runner_of(model_path, logits_rows=2), len(PROMPT)) == whole
+
+    def test_so_many_positions_have_logits_at_once_and_no_more(
+        self, model_path: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Four prompts in one step, each longer than the bound."""
+        rows: list[int] = []
+        logits = Decoder.logits
+
+        def watched(model: Decoder, hidden_ND: torch.Tensor) -> torch.Tensor:
+            rows.append(len(hidden_ND))
+            return logits(model, hidden_ND)
+
+        runner = runner_of(model_path, logits_rows=3)
+        monkeypatch.setattr(Decoder, "logits", watched)
+        news = [request(row, PROMPT[:8], temperature=0, prompt_logprobs=1) for row in range(4)]
+        flags = [PROMPT_LOGPROBS | SAMPLES] * 4
+        blocks = {row: range(row * 4, row * 4 + 4) for row in range(4)}
+        output = run(runner, step(0, [(row, 0, 8) for row in range(4)], news, blocks=blocks, flags=flags))
+        assert [len(part.positions) for part in output.prompt_logprobs] == [8] * 4
+        assert max(rows) == 3
+        assert sum(rows) == 4 * 7 + 4  # a position without a next token of the prompt only samples
 
     def test_they_are_the_models(self, runner: TorchRunner) -> None:
         """Each entry is what sampling there would have reported for the likeliest, and the sum is one."""

@@ -1,10 +1,10 @@
 """A client of the gRPC API: a streamed chat, a tool, an answer by a JSON schema, vectors, and errors with their field.
 
-python examples/grpc_client.py chat Why is the sky blue?
-python examples/grpc_client.py tool What is the weather in Oslo?
-python examples/grpc_client.py schema Who wrote Faust?
-python examples/grpc_client.py embed one two
-python examples/grpc_client.py --address HOST:PORT ...
+.venv/bin/python examples/grpc_client.py chat Why is the sky blue?
+.venv/bin/python examples/grpc_client.py tool What is the weather in Oslo?
+.venv/bin/python examples/grpc_client.py schema Who wrote Faust?
+.venv/bin/python examples/grpc_client.py embed one two
+.venv/bin/python examples/grpc_client.py --address HOST:PORT ...
 """
 
 import argparse
@@ -18,6 +18,7 @@ from grpc_status import rpc_status
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 STREAM = gateway_pb2.RequestOptions(stream=True)
+SHORT = gateway_pb2.SamplingOptions(max_tokens=200, temperature=0)
 TOOLS = [
     {
         "type": "function",
@@ -26,7 +27,7 @@ TOOLS = [
             "description": "The weather in a city.",
             "parameters": {
                 "type": "object",
-                "properties": {"city": {"type": "string"}},
+                "properties": {"city": {"type": "string", "maxLength": 40}},
                 "required": ["city"],
                 "additionalProperties": False,
             },
@@ -63,16 +64,19 @@ def ask(gateway, request: gateway_pb2.ChatRequest) -> gateway_pb2.ChatMessage:
 
 def chat(gateway, words: str) -> None:
     """An answer as it comes."""
-    ask(gateway, gateway_pb2.ChatRequest(messages=[message("user", words)], options=STREAM))
+    ask(gateway, gateway_pb2.ChatRequest(messages=[message("user", words)], sampling=SHORT, options=STREAM))
 
 
 def tool(gateway, words: str) -> None:
-    """The model asks for the weather, is told it, and answers."""
+    """The model must ask for the weather, is told it, and answers."""
     turns = [message("user", words)]
-    for _ in range(4):
-        answer = ask(gateway, gateway_pb2.ChatRequest(messages=turns, tools_json=json.dumps(TOOLS), options=STREAM))
-        if not answer.tool_calls:
-            return
+    for choice in ("required", "auto"):
+        answer = ask(
+            gateway,
+            gateway_pb2.ChatRequest(
+                messages=turns, tools_json=json.dumps(TOOLS), tool_choice=choice, sampling=SHORT, options=STREAM
+            ),
+        )
         turns.append(answer)
         for call in answer.tool_calls:
             print(f"[{call.name}({call.arguments})]")

@@ -1,4 +1,4 @@
-"""Streams a completion over gRPC, text and token ids: `python examples/grpc_generate.py "The sky is"`."""
+"""Streams a completion over gRPC, text and token ids: `.venv/bin/python examples/grpc_generate.py "The sky is"`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Streams a chat with the official OpenAI client: `python examples/openai_chat.py "Why is the sky blue?"`."""
+"""Streams a chat with the official OpenAI client: `.venv/bin/python examples/openai_chat.py "Why is the sky blue?"`."""
 
 import sys
 

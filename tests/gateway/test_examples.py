@@ -20,12 +20,12 @@ PERSON = '{"name": "Goethe", "born": 1749}'
 def script(submit: engine_pb2.Submit, choice: int) -> list[int]:
     """A model that asks for the weather, and answers once it has been told."""
     prompt = bytes(submit.prompt_id_i32le[::4]).decode()
-    if submit.sampling.HasField("constraint"):
+    if submit.sampling.constraint.HasField("json_schema"):
         return list(PERSON.encode())
     if '"degrees": 12' in prompt:
         return list(b"12 degrees in Oslo.")
     if "get_weather" in prompt:
-        return list(f"Let me see. {call('get_weather', city='Oslo')}".encode())
+        return list(call("get_weather", city="Oslo").encode())
     return list("It scatters 🌍.".encode())
 
 
@@ -50,7 +50,7 @@ async def test_the_grpc_client() -> None:
             example(s, "chat", "x" * 5000),
         )
     assert chat == (0, "It scatters 🌍.\n", "")
-    assert tool == (0, 'Let me see.\n[get_weather({"city": "Oslo"})]\n12 degrees in Oslo.\n', "")
+    assert tool == (0, '\n[get_weather({"city": "Oslo"})]\n12 degrees in Oslo.\n', "")
     assert schema == (0, f"{json.loads(PERSON)}\n", "")
     assert embed[0] == 0
     assert len(embed[1].splitlines()) == 2

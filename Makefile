@@ -38,7 +38,7 @@ check: install  ## Lint, format, types, contracts.
 	$(BIN)/buf lint
 	$(BIN)/python -m pytest -q tests/test_architecture.py tests/protos
 
-test: install  ## What must pass on a machine without a GPU; about 9 minutes on 2 cores.
+test: install  ## What must pass on a machine without a GPU; 10 to 13 minutes on 2 cores.
 	$(BIN)/python -m pytest
 
 test-slow: install  ## What does not fit into that.

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from array import array
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from services.common import tracing
@@ -45,6 +45,11 @@ class Running:
         front.began()
 
     @property
+    def over(self) -> bool:
+        """Whether all choices have ended."""
+        return self._generation.over
+
+    @property
     def usage(self) -> Usage:
         """Token counts so far."""
         return self._generation.usage
@@ -57,6 +62,10 @@ class Running:
     async def read(self) -> list[Delta]:
         """What is new: it waits until there is something. Nothing after the end."""
         return self._noted(await self._ending(self._generation.read()))
+
+    async def feed(self, take: Callable[[list[Delta]], bool]) -> None:
+        """What `read` would give, handed to `take` as it comes, until it wants no more, or all have ended."""
+        await self._ending(self._generation.feed(lambda deltas: take(self._noted(deltas))))
 
     async def whole(self) -> list[Delta]:
         """One delta per choice, when all have ended."""

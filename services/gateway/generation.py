@@ -37,6 +37,10 @@ class EngineStream(Protocol):
         """All events that have come, at least one: it waits for that. Raises the request's failure, once."""
         ...
 
+    async def feed(self, take: Callable[[Sequence[EngineEvent]], bool]) -> None:
+        """The same events, handed to `take` as they come, until it wants no more."""
+        ...
+
     def abort(self, choice: int | None, reason: FinishReason, kept_tokens: int | None) -> None:
         """Ends a choice, or with None all that run. Never waits; what still comes for it is dropped."""
         ...
@@ -89,12 +93,23 @@ class Generation:
         What queued up while the reader was busy is merged.
         """
         while self._running:
-            touched = self._apply(await self._receive())
-            if self._interval > 1:
-                touched = [choice for choice in touched if self._is_due(choice)]
-            if deltas := self._take(touched):
+            if deltas := self._take_due(self._apply(await self._receive())):
                 return deltas
         return []
+
+    async def feed(self, take: Callable[[list[Delta]], bool]) -> None:
+        """What `read` would give, handed to `take` as it comes, until `take` wants no more or all have ended."""
+
+        def on_events(events: Sequence[EngineEvent]) -> bool:
+            deltas = self._take_due(self._apply(events))
+            wanted = take(deltas) if deltas else True
+            return wanted and bool(self._running)
+
+        try:
+            if self._running:
+                await self._stream.feed(on_events)
+        except TriptychError as error:
+            raise spelled(error, self._constraint) from error
 
     async def whole(self) -> list[Delta]:
         """One delta per choice, when all have ended."""
@@ -126,16 +141,14 @@ class Generation:
 
     async def _receive(self) -> Sequence[EngineEvent]:
         try:
-            events = await self._stream.receive()
+            return await self._stream.receive()
         except TriptychError as error:
-            self._running.clear()  # it has failed: nothing is left to abort
             raise spelled(error, self._constraint) from error
-        if not events:
-            raise internal("the engine's events ended before the request")
-        return events
 
     def _apply(self, events: Sequence[EngineEvent]) -> Sequence[int]:
         """Takes events in; gives the choices that they concern, in order of their first event."""
+        if not events:
+            raise internal("the engine's events ended before the request")
         touched: dict[int, None] = {}
         count = 0
         for event in events:
@@ -161,6 +174,9 @@ class Generation:
         elif pipeline.finish is not None:
             self._running.discard(event.choice)
             self._stream.abort(event.choice, FinishReason.STOP_STRING, pipeline.kept_tokens)
+
+    def _take_due(self, choices: Sequence[int]) -> list[Delta]:
+        return self._take(choices if self._interval == 1 else [choice for choice in choices if self._is_due(choice)])
 
     def _is_due(self, choice: int) -> bool:
         """Whether a delta may come now: the first and the last at once, the others with enough tokens."""

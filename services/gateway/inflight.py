@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from services.common.errors import TriptychError
@@ -32,8 +33,42 @@ AbortSender = Callable[["EngineRequest", FinishReason, int | None, int | None], 
 """Tells the engine: (request, reason, the one choice or None for all, tokens that are kept)."""
 
 
+_TOLD = 32
+"""Readers that are told in one turn of the loop."""
+
+
+class Turns:
+    """Who has news, first come first told. Between a few of them the loop does what else there is.
+
+    So what comes meanwhile for those who wait is merged, just when there is more than can be told singly.
+    """
+
+    __slots__ = ("_waiting",)
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def add(self, tell: Callable[[], None]) -> None:
+        """Calls `tell` soon, once."""
+        self._waiting.append(tell)
+        if len(self._waiting) == 1:
+            asyncio.get_running_loop().call_soon(self._run)
+
+    def _run(self) -> None:
+        try:
+            for _ in range(min(_TOLD, len(self._waiting))):
+                self._waiting.popleft()()
+        finally:
+            if self._waiting:
+                asyncio.get_running_loop().call_soon(self._run)
+
+
 class TokenGap(Exception):
     """Tokens are missing between what was received and what came now."""
+
+
+Take = Callable[[Sequence[EngineEvent]], bool]
+"""Takes events; tells whether it wants more."""
 
 
 class _Choice:
@@ -47,15 +82,19 @@ class _Choice:
 
 
 class EngineRequest:
-    """A submitted request. `receive` gives its events until the last choice has ended."""
+    """A submitted request. `receive` or `feed` gives its events until the last choice has ended."""
 
     __slots__ = (
         "_abort",
         "_choices",
         "_error",
+        "_fed",
         "_loop",
         "_news",
+        "_queued",
         "_ready",
+        "_take",
+        "_turns",
         "_waiter",
         "handle",
         "seen_prompt",
@@ -65,7 +104,9 @@ class EngineRequest:
         "unfinished",
     )  # fmt: skip
 
-    def __init__(self, spec: GenerateSpec, handle: int, now: float, abort: AbortSender) -> None:
+    def __init__(
+        self, spec: GenerateSpec, handle: int, now: float, abort: AbortSender, turns: Turns | None = None
+    ) -> None:
         self.spec = spec
         self.handle = handle
         self.token = secrets.token_bytes(16)
@@ -79,6 +120,10 @@ class EngineRequest:
         self._error: TriptychError | None = None
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
+        self._turns = turns or Turns()
+        self._take: Take | None = None  # who is fed, until `_fed` is done
+        self._fed: asyncio.Future[None] | None = None
+        self._queued = False  # for its turn to be fed
 
     @property
     def live(self) -> bool:
@@ -168,7 +213,11 @@ class EngineRequest:
         self._wake()
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+        if self._take is not None:
+            if not self._queued:
+                self._queued = True
+                self._turns.add(self._feed)
+        elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def receive(self) -> Sequence[EngineEvent]:
@@ -183,6 +232,37 @@ class EngineRequest:
                 await self._waiter
             finally:
                 self._waiter = None
+        return self._events()
+
+    async def feed(self, take: Take) -> None:
+        """What `receive` would give, handed to `take` until it wants no more: no task has to wake up for it."""
+        self._take, self._fed = take, self._loop.create_future()
+        self._wake()
+        try:
+            await self._fed
+        finally:
+            self._take = self._fed = None
+
+    def _feed(self) -> None:
+        self._queued = False
+        take, fed = self._take, self._fed
+        if take is None or fed is None or fed.done():
+            return
+        try:
+            if (events := self._events()) and not take(events):
+                fed.set_result(None)
+            elif self._error is not None:
+                fed.set_exception(self._error)
+            elif not self.unfinished:
+                take(())
+                fed.set_result(None)
+        except TriptychError as error:
+            fed.set_exception(error)
+        except BaseException as error:
+            fed.set_exception(error)
+            raise
+
+    def _events(self) -> Sequence[EngineEvent]:
         events: list[EngineEvent] = [
             *self._news,
             *[self._event(index, choice) for index, choice in self._ready.items()],

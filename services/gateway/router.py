@@ -26,7 +26,7 @@ from services.common.errors import NotFound, TriptychError, Unavailable
 from services.common.logs import Log
 from services.common.server import error_of
 from services.gateway import wire
-from services.gateway.inflight import EngineRequest, TokenGap
+from services.gateway.inflight import EngineRequest, TokenGap, Turns
 from services.gateway.request import FinishReason, GenerateSpec
 from services.gateway.wire import EngineInfo, Load, WireError
 
@@ -89,6 +89,7 @@ class Router:
         self._files: dict[bytes, bytes] = {}
         self._handles = itertools.count(1)
         self._live: dict[int, EngineRequest] = {}
+        self._turns = Turns()
         self._outbox: _Outbox | None = None
         self._info: EngineInfo | None = None
         self._waits_until = 0.0  # while the engine is away: end of the patience with it
@@ -127,7 +128,7 @@ class Router:
         now = time.monotonic()
         if self._outbox is None and now >= self._waits_until:
             raise Unavailable(f"not ready: {self.missing}", reason="ENGINE_UNAVAILABLE", retry_after_ms=1000)
-        request = EngineRequest(spec, self._next_handle(), now, self._abort)
+        request = EngineRequest(spec, self._next_handle(), now, self._abort, self._turns)
         self._live[request.handle] = request
         if self._outbox is not None:
             self._send(request)

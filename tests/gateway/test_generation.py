@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -49,6 +49,10 @@ class Script:
             self.ended = True
             raise batch
         return batch
+
+    async def feed(self, take: Callable[[Sequence[EngineEvent]], bool]) -> None:
+        while take(await self.receive()):
+            pass
 
     def abort(self, choice: int | None, reason: FinishReason, kept_tokens: int | None) -> None:
         if not self.ended:
@@ -216,6 +220,11 @@ def test_streaming_joined_is_the_whole(data: st.DataObject) -> None:
     async def both() -> None:
         streamed = await told(generation(Script(*batches), n=2, stop=stop))
         whole = await generation(Script(events), n=2, stop=stop).whole()
+        given: list[Delta] = []
+        running = generation(Script(*batches), n=2, stop=stop)
+        while not running.over:  # it wants one batch at a time, then goes on
+            await running.feed(lambda deltas: given.extend(deltas) or False)  # type: ignore[func-returns-value]
+        assert given == streamed
         for choice in range(2):
             parts = [delta for delta in streamed if delta.choice == choice]
             assert "".join(delta.text for delta in parts) == whole[choice].text

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from protos import common_pb2, engine_pb2
-from services.gateway.inflight import EngineRequest
-from services.gateway.request import ChoiceTokens, GenerateSpec, PromptLogprobs, SamplingParams
+from services.common.errors import Unavailable
+from services.gateway.inflight import EngineRequest, Turns
+from services.gateway.request import (
+    ChoiceTokens,
+    EngineEvent,
+    FinishReason,
+    GenerateSpec,
+    PromptLogprobs,
+    SamplingParams,
+)
 from services.gateway.router import Router
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.stack import gateway_stack
@@ -97,6 +106,77 @@ async def test_log_probabilities_of_a_long_prompt_are_taken_in_slices() -> None:
     assert [len(place) for place in places] == counts
     assert all(place[0].token_id == at for at, place in enumerate(places) if place)
     await router.close()
+
+
+async def fed(
+    count: int, take: Callable[[int, Sequence[EngineEvent]], bool]
+) -> tuple[list[EngineRequest], list[asyncio.Task[None]]]:
+    """Requests that share their turns, and the tasks in which each of them is fed."""
+    turns = Turns()
+    spec = GenerateSpec("r", "m", (1,), SamplingParams(10, 1))
+    live = [EngineRequest(spec, number, 0.0, lambda *_: None, turns) for number in range(count)]
+    tasks = [asyncio.create_task(request.feed(functools.partial(take, number))) for number, request in enumerate(live)]
+    await asyncio.sleep(0)
+    return live, tasks
+
+
+def give(live: list[EngineRequest], step: int, finish: FinishReason = FinishReason.NONE) -> None:
+    for request in live:
+        request.take(0, step, array("i", [step]), finish, None)
+
+
+async def test_who_waits_for_a_turn_gets_what_came_meanwhile_at_once() -> None:
+    told: list[list[tuple[int, ...]]] = [[] for _ in range(100)]
+
+    def take(number: int, events: Sequence[EngineEvent]) -> bool:
+        told[number] += [event.token_ids for event in events if isinstance(event, ChoiceTokens)]
+        return True
+
+    live, tasks = await fed(100, take)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    give(live, 0)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    early = [number for number in range(100) if told[number]]
+    assert 0 < len(early) < 100
+    give(live, 1)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert all(told[number] == ([(0,), (1,)] if number in early else [(0, 1)]) for number in range(100))
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_reader_that_breaks_ends_alone() -> None:
+    """So does one that has had enough, one whose request fails, and one whose engine stops short of the end."""
+    told: list[int] = []
+    reports: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report["exception"]))
+
+    def take(number: int, events: Sequence[EngineEvent]) -> bool:
+        told.append(number)
+        if number == 1:
+            raise ValueError("a bug")
+        if not events:
+            raise Unavailable("short")
+        return number != 2
+
+    live, tasks = await fed(5, take)
+    give(live, 0)
+    live[3].fail(Unavailable("lost"))
+    live[4].abort()
+    done = await asyncio.gather(*tasks[1:4], return_exceptions=True)
+    assert told == [0, 1, 2, 3, 4, 4]
+    assert [type(end) for end in done] == [ValueError, type(None), Unavailable]
+    assert [type(report) for report in reports] == [ValueError]
+    assert not tasks[0].done()
+    tasks[0].cancel()
+    with pytest.raises(Unavailable, match="short"):
+        await tasks[4]
+    give(live[:1], 1)  # to nobody
+    assert [event.token_ids for event in await live[0].receive() if isinstance(event, ChoiceTokens)] == [(1,)]
 
 
 @contextlib.contextmanager

@@ -23,7 +23,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from services.common.errors import InvalidArgument, NotFound, TriptychError, internal
 from services.common.logs import Log
 from services.gateway.rest import openapi, routes
-from services.gateway.rest.reply import JSON, Api, Reply, error_body, error_headers, event
+from services.gateway.rest.http import OUTLET
+from services.gateway.rest.reply import JSON, Api, Outlet, Reply, error_body, error_headers, event
 from services.gateway.trace import REQUEST_ID, request_id_of
 
 _log = Log("http")
@@ -85,10 +86,11 @@ async def _until_gone(receive: Receive) -> None:
 class _Sender:
     """Sends the answer and remembers what was sent."""
 
-    __slots__ = ("_request_id", "_send", "_streaming", "status")
+    __slots__ = ("_outlet", "_request_id", "_send", "_streaming", "status")
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, outlet: Outlet | None) -> None:
         self._send = send
+        self._outlet = outlet
         self._request_id = request_id
         self._streaming = False
         self.status = 0
@@ -111,8 +113,11 @@ class _Sender:
         async with contextlib.aclosing(reply.body):
             await self.start(200, reply.content_type, {"cache-control": "no-cache"})
             self._streaming = True
-            async for chunk in reply.body:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            if reply.pour is not None and self._outlet is not None:
+                await reply.pour(self._outlet)
+            else:
+                async for chunk in reply.body:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
 
     async def error(self, error: TriptychError) -> None:
@@ -135,7 +140,7 @@ class Endpoint:
         began = time.monotonic()
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         headers[REQUEST_ID] = request_id_of(headers)
-        sender = _Sender(send, headers[REQUEST_ID])
+        sender = _Sender(send, headers[REQUEST_ID], scope.get("extensions", {}).get(OUTLET))
         try:
             body = await self._body(scope, receive, headers)
             status = await self._beside_watcher(body, headers, sender, receive)

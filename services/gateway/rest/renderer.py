@@ -20,7 +20,7 @@ from services.gateway.rest.chat_documents import Chat
 from services.gateway.rest.completion_documents import Completion
 from services.gateway.rest.documents import Documents, Head, Prompt, Shown
 from services.gateway.rest.merge import Merge, Numbered
-from services.gateway.rest.reply import SSE, Reply
+from services.gateway.rest.reply import SSE, Outlet, Reply
 from services.gateway.rest.responses.answer import About, Answer
 from services.gateway.rest.responses.items import read_input
 from services.gateway.text import Envelope, Job
@@ -47,7 +47,8 @@ def _envelope(headers: Mapping[str, str]) -> Envelope:
 class _Stream:
     """The events of a streamed answer. The first deltas are there already, so that refusals were raised before."""
 
-    def __init__(self, first: Numbered, deltas: Merge, documents: Documents) -> None:
+    def __init__(self, first: Numbered, deltas: Merge, documents: Documents, runs: Sequence[Running]) -> None:
+        self._runs = runs
         self._deltas = deltas
         self._documents = documents
         self._opening = documents.first() + self._chunks(first) if first else b""
@@ -74,6 +75,18 @@ class _Stream:
     def _chunks(self, news: Numbered) -> bytes:
         chunk = self._documents.chunk
         return b"".join([chunk(number, delta) for number, delta in news])
+
+    async def pour(self, outlet: Outlet) -> None:
+        """All events of an answer with one request behind it."""
+        chunk, write, (run,) = self._documents.chunk, outlet.write, self._runs
+        write(self._opening)
+        try:
+            while not run.over:
+                await outlet.drained()
+                await run.feed(lambda deltas: write(b"".join([chunk(0, delta) for delta in deltas])))
+            write(self._documents.last())
+        except TriptychError as error:
+            write(self._documents.failed(error))
 
     async def aclose(self) -> None:
         """Ends the request where it runs."""
@@ -206,7 +219,8 @@ class Renderer:
 async def _streamed(runs: Sequence[Running], documents: Documents) -> Reply:
     deltas = Merge(runs)
     try:
-        return Reply(_Stream(await deltas.read(), deltas, documents), SSE)
+        stream = _Stream(await deltas.read(), deltas, documents, runs)
+        return Reply(stream, SSE, stream.pour if len(runs) == 1 else None)
     except BaseException:
         await deltas.close()
         raise

@@ -11,7 +11,8 @@ end at the same place; those of groups with a sliding window begin later:
 
 Hits are shared and never written. Blocks are taken step by step. At admission all that the known
 tokens will need beyond the hits is promised: no newcomer may count on it, though the outputs of those
-that run may use it up. The promise to a protected request reaches up to its limit and is firm.
+that run may use it up. The promise to a protected request reaches up to its limit and is firm. It counts
+on what leaves its sliding windows, so it shares no block of those: a shared one would not become free.
 
     free blocks = available + promised + reserve_blocks for each that runs, in each group
 """
@@ -144,6 +145,8 @@ class KvCache(Resource):
         first, full = request.blocks_indexed, min(end, len(request.tokens)) // self.block_size
         names = self._naming.names(request, full)
         for group, table in enumerate(request.tables):
+            if request.promise_firm and self._groups.windows[group] is not None:
+                continue
             for at in range(max(first, table.first), full):
                 parent = names[at - 1] if at else NO_PARENT
                 self.pool.index(table.blocks[at - table.first], names[at], parent, group)
@@ -228,7 +231,8 @@ class KvCache(Resource):
             self._counters.prefix_hits += request.num_computed
 
     def _reads(self, request: Request) -> bool:
-        return self.prefix_caching and request.family.reads_prefix
+        shares = not (request.protected and self._groups.sliding)
+        return shares and self.prefix_caching and request.family.reads_prefix
 
     def _is_hopeless(self, request: Request, until: int) -> bool:
         """Whether a request cannot fit, seen with a single look into the index; one that waits is asked each step.

@@ -255,6 +255,23 @@ def test_a_firm_promise_lets_a_request_reach_its_limit_whatever_others_do() -> N
     assert len(request.tokens) == request.limit
 
 
+@pytest.mark.parametrize("newcomer", [False, True])
+@pytest.mark.parametrize("windows", [(6,), (None, 6), (9, 6)])
+def test_a_firm_promise_holds_beside_one_with_the_same_prompt(windows: Windows, newcomer: bool) -> None:
+    """A shared block that leaves the window would not be free, and the promise counts on those that leave it."""
+    cache = make_cache(windows, num_blocks=60)
+    request, other = make_request(range(16), max_tokens=40), make_request(range(16))
+    request.protected = True
+    for each in (request, other) if newcomer else (other, request):
+        assert cache.admit(each)
+        while each.num_computed < 16:
+            compute(cache, each, min(8, 16 - each.num_computed))
+    cache.pool.take(cache.pool.num_free - request.blocks_promised)
+    while len(request.tokens) < request.limit:
+        decode(cache, request, 1)
+        assert cache._firm <= cache.pool.num_free
+
+
 def test_a_firm_promise_outlasts_drafts_that_were_wrong() -> None:
     cache, request = (
         KvCache(

@@ -9,6 +9,7 @@ trial      a grammar tried on the library, without the model's vocabulary
 combining  one grammar of an answer, calls of tools, and reasoning before them
 reading    what a client asked for, with its place in the client's own spelling
 lark       Lark text: strings, terminals, JSON within it, and what a client's own grammar may not say
+endings    Lark rules that no output ever gets to the end of
 schemas    JSON schemas in a normal form that the library holds exactly, or refused with the place
 parts      plain data that passes between these
 """

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 
+from services.gateway.constraints.endings import NOTHING, SOMETHING, endless
 from services.gateway.constraints.parts import LONGEST, refuse
 from services.gateway.constraints.schemas.normal import normal_text
 from services.gateway.constraints.schemas.patterns import escape
@@ -34,6 +35,16 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_][\w.-]*[^:\n]{0,100}:", re.MULTILINE)
+_MATCHES_NOTHING = re.compile(r"[^|*?{]*\[\^(?:\\s\\S|\\S\\s|\\d\\D|\\D\\d|\\w\\W|\\W\\w)\][^|*?{]*")
+_SHORT = re.compile(r"\\(.)", re.DOTALL)
+_ASCII = {
+    "d": "[0-9]",
+    "D": "[^0-9]",
+    "w": "[0-9A-Za-z_]",
+    "W": "[^0-9A-Za-z_]",
+    "s": r"[\t\n\x0b\x0c\r\x20]",
+    "S": r"[^\t\n\x0b\x0c\r\x20]",
+}
 _ATTRIBUTE = re.compile(r"\b(stop|max_tokens|temperature|stop_capture)\s*=")
 
 
@@ -80,6 +91,11 @@ def expression(regex: str) -> str:
     return f"/{''.join(out)}/"
 
 
+def ascii_classes(regex: str) -> str:
+    """An expression in which \\d, \\w and \\s mean ASCII, as most readers of the output take them."""
+    return _SHORT.sub(lambda found: _ASCII.get(found[1], found[0]), regex)
+
+
 def with_one_token(text: str, token: str) -> str:
     """A grammar in which this token stands for every token that it names."""
     return _TOKEN.sub(lambda found: token if found.lastgroup == "token" else found[0], text)
@@ -101,9 +117,11 @@ def client_grammar(text: str, place: str) -> str:
     if "::=" in bare:
         raise refuse(place, 'must be a Lark grammar, with rules like "start: ..."; "::=" is of another notation')
     out: list[str] = []
+    skeleton: list[str] = []
     at = 0
     while (match := _TOKEN.search(text, at)) is not None:
         out.append(text[at : match.start()])
+        skeleton += (text[at : match.start()], _bone(match))
         at = match.end()
         kind = match.lastgroup
         if kind == "json":
@@ -116,11 +134,25 @@ def client_grammar(text: str, place: str) -> str:
             raise refuse(place, "references to other grammars (@) are not supported")
         if kind == "attributes" and (named := _ATTRIBUTE.search(match[0])):
             raise refuse(place, f"the attribute {named[1]} is not supported")
-        out.append(match[0])
+        out.append(ascii_classes(match[0]) if kind == "regex" else match[0])
     made = _UNFORCED + "".join([*out, text[at:]])
     if len(made) > LONGEST:
         raise refuse(place, f"has {len(made)} characters, above {LONGEST}")
+    if (why := endless("".join([*skeleton, text[at:]]))) is not None:
+        raise refuse(place, why)
     return made
+
+
+def _bone(match: re.Match[str]) -> str:
+    """What stands for a piece of a grammar in its skeleton."""
+    match match.lastgroup:
+        case "comment" | "attributes":
+            return " "
+        case "directive":
+            return match[0]
+        case "regex" if _MATCHES_NOTHING.fullmatch(match[0]):
+            return NOTHING
+    return SOMETHING
 
 
 def _inner(text: str, at: int, place: str) -> tuple[object, int]:

@@ -14,7 +14,7 @@ from typing import Any
 from services.common.errors import InvalidArgument
 from services.common.settings import nearest
 from services.gateway.asked import Asked
-from services.gateway.constraints.lark import client_grammar
+from services.gateway.constraints.lark import ascii_classes, client_grammar
 from services.gateway.constraints.parts import LONGEST, Wanted, refuse
 from services.gateway.constraints.schemas.normal import Style, normal_text
 from services.gateway.fields import Caller
@@ -157,7 +157,7 @@ def _words(kind: str, value: object, where: str) -> Wanted:
         raise wrong(where, "a string that is not empty", value)
     _check_length(value, where)
     if kind == "regex":
-        return Wanted("regex", value, where)
+        return Wanted("regex", ascii_classes(value), where)
     if kind != "grammar":
         raise refuse(where, "is of no kind that this server knows")
     return Wanted("lark", client_grammar(value, where), where)

@@ -98,6 +98,20 @@ def test_what_others_see_as_more_than_letters(pattern: str, good: list[str], bad
     assert not any(fits(translate(pattern), text) for text in bad)
 
 
+@pytest.mark.parametrize(
+    "pattern", [r"^\d$", r"^\w$", r"^[\d]$", r"^[\w.]$", r"^\d\d$", r"^[^\W]?$", r"^\s$", r"^[^\d]$"]
+)
+def test_digits_and_letters_of_other_scripts_are_none(pattern: str) -> None:
+    """As ECMA-262 reads them."""
+    try:
+        translated = translate(pattern)
+    except ValueError:
+        assert pattern == r"^[^\W]?$"  # a class that cannot be held
+        return
+    for text in ("\u0663", "\u0967", "é", "\u0416", "1\u0663", "\u0663\u0664", "7", "42", "z", "_", " "):
+        assert fits(translated, text) is bool(re.search(pattern, text, re.ASCII)), text
+
+
 NONE_HELD = r"""
 ( ) [ [] [^] a** * a{2}{3} (?i)a (?P<n>a) \ \1 \b \Z \u12 [z-a] (?=a) (?!a) (?<=a) (?<!a)
 [a-\d] a{3,2} \ud800 [\x00-z] +a

@@ -110,6 +110,18 @@ def test_an_expression_is_of_the_whole_text(caller: Caller | None) -> None:
     assert not accepts(found, "x12/b")
 
 
+SHORT = [r"\d", r"\D", r"\w", r"\W", r"\s", r"\S", r"[\d.]", r"[^\d]", r"[^\D]", r"[\w.-]+", r"\\d", r"[^\w\s]"]
+
+
+@pytest.mark.parametrize("expression", SHORT)
+def test_short_classes_are_ascii(expression: str) -> None:
+    made_of = [{"regex": expression}, {"grammar": f"start: /{expression}/"}]
+    found = [constraint(structured_outputs=asked) for asked in made_of]
+    for text in ("1", "\u0663", "a", "é", "_", " ", "\xa0", "\x0b", "\n", "-", ".", "", "x-", "\\d", "1a", "\u212a"):
+        fits = re.fullmatch(expression, text, re.ASCII) is not None
+        assert [accepts(each, text) for each in found] == [fits, fits], text
+
+
 def test_a_grammar_of_the_clients_own() -> None:
     grammar = """
     // a comment with %json and "quotes

@@ -4,7 +4,8 @@
 
 A mask can be made once all tokens before it are known: for the oldest step in flight, while its
 forward pass runs. Where the output may end, the ends of the request are allowed, and where nothing
-else may follow only they are. min_tokens holds an end back as long as something else may follow.
+else may follow only they are. min_tokens holds an end back as long as something else may follow: an output
+is never longer than its grammar lets it be, and a stop id that the grammar needs before is a token like others.
 """
 
 from __future__ import annotations
@@ -142,17 +143,20 @@ def _masks(request: Request, held: Held) -> bytes | None:
 
 def _mask(request: Request, held: Held, length: int) -> bytearray:
     """What may stand at a position. An end counts there from min_tokens on, or where nothing else may stand."""
-    mask, may_end = held.matcher.mask(), held.matcher.may_end
+    text, may_end = held.matcher.mask(), held.matcher.may_end
     if length >= request.prompt_len + request.family.spec.min_tokens:
         if may_end:
-            _allow(mask, request.ends)
-        return mask
+            _allow(text, request.ends)
+        return text
+    mask = bytearray(text)
     for end in request.ends:
         mask[end >> 3] &= ~(1 << (end & 7)) & 0xFF
-    if may_end and not any(mask):
-        _allow(mask, request.ends)
+    if any(mask):
+        return mask
+    if may_end and not any(text):
+        _allow(text, request.ends)
         request.stop_from = min(request.stop_from, length)
-    return mask
+    return text
 
 
 def _allow(mask: bytearray, ids: Sequence[int] | dict[int, int]) -> None:

@@ -169,7 +169,7 @@ FIELDS: tuple[Field, ...] = (
     _same("max_tokens", Int(1), Api.GENERATE, "Most tokens of a choice; by default what the context leaves, or 16."),
     Field("max_completion_tokens", Int(1), Api.CHAT, "The newer name of max_tokens.", "max_tokens"),
     Field("max_output_tokens", Int(1), Api.RESPONSES, "Most tokens of the answer.", "max_tokens"),
-    _same("min_tokens", Int(0), _SAMPLED, "No end before this many tokens; wins over stop ids and stop strings."),
+    _same("min_tokens", Int(0), _SAMPLED, "No end before this many tokens; wins over stops, not over a constraint."),
     _same("stop", Texts(LIMITS.stops, LIMITS.stop_bytes, single=True), _SAMPLED, "Strings that end the text."),
     _same("stop_token_ids", Ids(LIMITS.token_ids), _SAMPLED, "Ids that end the text."),
     Field("include_stop_str_in_output", Bool(), _SAMPLED, "Keeps the stop in the text.", "include_stop"),

@@ -41,7 +41,7 @@ def allowed_after(constraint: Constraint, outputs: Sequence[int], ends: frozense
     may_end = held >= least
     if len(outputs) >= min_tokens:
         return text | ends if may_end else text
-    return text - ends or (text | ends if may_end else text)
+    return text - ends or text or (ends if may_end else text)
 
 
 class ParityMatcher:

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidArgument, Unimplemented
-from services.engine.events import FINISH_ABORT, FINISH_EOS, FINISH_LENGTH, FINISH_NONE, Failed
+from services.engine.events import FINISH_ABORT, FINISH_EOS, FINISH_LENGTH, FINISH_NONE, FINISH_STOP_ID, Failed
 from services.engine.plan import MASKED, SAMPLES
 from services.engine.request import Replay, RequestSpec, choice_seed
 from tests.engine.fake_grammar import ENDS, ParitySource, allowed_after, parity
-from tests.engine.fake_worker import entries, undisturbed
+from tests.engine.fake_worker import VOCABULARY, entries, undisturbed
 from tests.engine.harness import Harness, make_config, make_spec
 
 
@@ -219,6 +219,23 @@ def test_min_tokens_holds_the_end_back_until_nothing_else_may_follow() -> None:
     assert harness.tokens(1) == expected(spec)
     assert len(harness.tokens(1)) == 6
     assert harness.heard[1, 0].finish == FINISH_EOS
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("least", "min_tokens", "length"), [(5, 20, 6), (1, 20, 6), (5, 3, 4), (5, 0, 2), (1, 1, 2)])
+def test_a_stop_id_that_the_grammar_needs_is_text_until_min_tokens(
+    least: int, min_tokens: int, length: int, depth: int
+) -> None:
+    """Every other token must be a stop id: it ends the output, inside the grammar too, from min_tokens on."""
+    harness, _ = make_harness(steps_in_flight=depth)
+    odd = frozenset(range(1, VOCABULARY, 2)) - ENDS
+    spec = held(1, [1, 2, 3], 30, min_tokens=min_tokens, stop_ids=odd, constraint=parity(least, 5))
+    harness.submit(spec)
+    run(harness)
+    tokens = harness.tokens(1)
+    assert tokens == expected(spec)
+    assert len(tokens) == length
+    assert harness.heard[1, 0].finish == (FINISH_EOS if tokens[-1] in ENDS else FINISH_STOP_ID)
 
 
 def test_a_stop_id_ends_where_the_grammar_may() -> None:

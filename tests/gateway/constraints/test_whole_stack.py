@@ -99,6 +99,7 @@ async def test_constraints_hold_beside_everything_else(served: Served) -> None:
     await asyncio.gather(
         white_space_ends(served),
         a_stop_string_ends_the_text_within_it(served, calm),
+        a_stop_id_ends_the_text_within_it(served, calm),
         each_choice_is_held(served, calm),
         drafts_change_nothing(served),
         min_tokens_holds(served),
@@ -154,9 +155,24 @@ async def min_tokens_holds(served: Served) -> None:
     assert await served.text("calm", structured_outputs=pattern, min_tokens=9, logit_bias={str(ord("r")): -50}) != ""
     answer = await served.complete("blank", structured_outputs={"regex": "( |0)*"}, min_tokens=9, max_tokens=12)
     assert answer["usage"]["completion_tokens"] >= 9
-    short = await served.complete("calm", structured_outputs={"choice": ["red"]}, min_tokens=9)
-    assert short["choices"][0]["text"] == "red"
-    assert short["choices"][0]["finish_reason"] == "stop"
+    finished = [{"choice": ["red"]}, {"regex": "red"}, {"grammar": 'start: "red"'}, {"json": {"const": "red"}}]
+    for wanted in finished:
+        for stops in ([], [ord("e")], [ord("d"), ord("r")]):
+            short = await served.complete("calm", structured_outputs=wanted, min_tokens=9, stop_token_ids=stops)
+            assert short["choices"][0]["text"].strip('"') == "red"
+            assert short["choices"][0]["finish_reason"] == "stop"
+
+
+async def a_stop_id_ends_the_text_within_it(served: Served, calm: str) -> None:
+    """It is left out, and named; until min_tokens it is text where nothing else may stand."""
+    for fields in ({"response_format": FORMAT}, {"structured_outputs": {"regex": re.escape(calm)}}):
+        comma = await served.complete("calm", stop_token_ids=[ord(",")], **fields)
+        choice = comma["choices"][0]
+        assert choice["text"] == calm[: calm.index(",")]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", ord(","))
+    at = calm.index(",") + 1
+    late = await served.complete("calm", stop_token_ids=[ord(",")], min_tokens=at, **fields)
+    assert late["choices"][0]["text"] == calm[: calm.index(",", at)]
 
 
 async def refusals_of_the_engine_name_the_place(served: Served) -> None:

@@ -35,7 +35,7 @@ _MARK = "\ue000continue\ue001"
 _PROBE = "\ue002probe\ue003"
 _SHORT_IDS = re.compile(r"length\s*!=\s*9\b")
 """Templates of Mistral's models take ids of calls with 9 letters and digits only."""
-_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "_step"})
 """Variables of templates that have a field of their own."""
 _TEMPLATE_FAULTS = (
@@ -142,6 +142,7 @@ class ChatTemplate:
             self._wants_parts = True
             self._wants_parts = self._shows("user")
         self.takes_system = self._shows("system") or not self._shows("user")
+        self._takes_function = self._shows("function")  # an old role, which many templates pass over in silence
 
     def render(self, conversation: Conversation) -> str:
         """The prompt; raises InvalidArgument for a conversation that the template does not take."""
@@ -164,7 +165,7 @@ class ChatTemplate:
             role = "system"
         if role == "system" and not self.takes_system:
             raise InvalidArgument(f"{where}: the model's chat template takes no system message", field=where)
-        if role not in _ROLES and not self._names(role):
+        if not (self._takes_function if role == "function" else role in _ROLES or self._names(role)):
             raise InvalidArgument(f"{where}: the model's chat template knows no role {role!r}", field=where)
         return message if role == message.role else replace(message, role=role)
 

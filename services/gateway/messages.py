@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from services.common.errors import InvalidArgument
 from services.common.settings import nearest
-from services.gateway.kinds import wrong
+from services.gateway.kinds import whole, wrong
 from services.gateway.limits import DEFAULT_LIMITS, check_text
 
 
@@ -52,6 +52,12 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 _KNOWN = ("role", "content", "tool_calls", "tool_call_id", "name", *_REASONING)
 _EMPTY = ("refusal", "audio", "function_call", "annotations")
 """What answers carry and clients send back; only empty values can be honoured."""
+_CALL = ("id", "type", "function", "index")
+"""Keys of a call. Its index, which clients have from streams, says where it stands, as its place does."""
+_NO_ANSWERS = frozenset({"system", "developer", "user", "tool", "function"})
+"""Roles that call nothing and do not reason; what a role may that only a template knows is the template's business."""
+_NO_RESULTS = _NO_ANSWERS - {"tool"} | {"assistant"}
+"""Roles that answer no call."""
 
 
 def _call_for_template(call: ToolCall) -> dict[str, Any]:
@@ -72,13 +78,39 @@ def make_message(message: Message, content: Sequence[str], where: str) -> Messag
     text = "\n".join(content)
     if not message.role:
         raise wrong(f"{where}.role", "a role", message.role)
-    if not content and not message.tool_calls:
-        raise InvalidArgument(f"{where}.content: needed without tool_calls", field=f"{where}.content")
     for i, call in enumerate(message.tool_calls):
         if not call.name:
             raise wrong(f"{where}.tool_calls[{i}].name", "a name", call.name)
         check_arguments(call.arguments, f"{where}.tool_calls[{i}].arguments")
-    return Message(message.role, text, message.tool_calls, message.tool_call_id, message.name, message.reasoning)
+    turn = Message(message.role, text, message.tool_calls, message.tool_call_id, message.name, message.reasoning)
+    return _in_place(turn, where, reasoning="reasoning_content", said=bool(content))
+
+
+def _in_place(turn: Message, where: str, *, reasoning: str, said: bool) -> Message:
+    """The turn, if it has what its role needs and nothing that belongs to another's; what is empty says nothing.
+
+    `reasoning` is how the client spells it, `said` whether there is content.
+    """
+    role = turn.role
+    for key, value, owner, strangers in (
+        ("tool_calls", turn.tool_calls, "the assistant", _NO_ANSWERS),
+        (reasoning, turn.reasoning, "the assistant", _NO_ANSWERS),
+        ("tool_call_id", turn.tool_call_id, "a tool", _NO_RESULTS),
+    ):
+        if value and role in strangers:
+            place = f"{where}.{key}"
+            raise InvalidArgument(f"{place}: belongs to a turn of {owner}, not of {role}", field=place)
+    if role == "tool" and not turn.tool_call_id:
+        place = f"{where}.tool_call_id"
+        raise InvalidArgument(f"{place}: needed, the id of the call that is answered", field=place)
+    if turn.reasoning is not None and role in _NO_ANSWERS:
+        turn = replace(turn, reasoning=None)
+    if turn.tool_call_id == "":
+        turn = replace(turn, tool_call_id=None)
+    if not said and not turn.tool_calls and turn.reasoning is None:
+        without = "" if role in _NO_ANSWERS else " without tool_calls"
+        raise InvalidArgument(f"{where}.content: needed{without}", field=f"{where}.content")
+    return turn
 
 
 def refuse_part(kind: str, where: str) -> InvalidArgument:
@@ -99,11 +131,23 @@ def _read_message(entry: object, where: str) -> Message:
         raise wrong(f"{where}.role", "a role", entry.get("role"))
     calls = _read_calls(entry.get("tool_calls"), f"{where}.tool_calls")
     content = entry.get("content")
-    reasoning = next((text for name in _REASONING if (text := _string(entry, name, where)) is not None), None)
-    if content is None and not calls and reasoning is None:
-        raise InvalidArgument(f"{where}.content: needed without tool_calls", field=f"{where}.content")
+    spelled, reasoning = _read_reasoning(entry, where)
     text = "" if content is None else _read_content(content, f"{where}.content")
-    return Message(role, text, calls, _string(entry, "tool_call_id", where), _string(entry, "name", where), reasoning)
+    call_id, name = _string(entry, "tool_call_id", where), _string(entry, "name", where)
+    turn = Message(role, text, calls, call_id, name, reasoning)
+    return _in_place(turn, where, reasoning=spelled, said=content is not None)
+
+
+def _read_reasoning(entry: dict[str, Any], where: str) -> tuple[str, str | None]:
+    """The reasoning of a turn, with the name that it came by; under two names it must be the same."""
+    said = {name: text for name in _REASONING if (text := _string(entry, name, where)) is not None}
+    if not said:
+        return _REASONING[0], None
+    (first, reasoning), *others = said.items()
+    for name, text in others:
+        if text != reasoning:
+            raise InvalidArgument(f"{where}.{name}: contradicts {first}", field=f"{where}.{name}")
+    return first, reasoning
 
 
 def _string(entry: dict[str, Any], key: str, where: str) -> str | None:
@@ -136,9 +180,7 @@ def _read_part(part: object, where: str) -> str:
     text = _string(part, "text", where)
     if text is None:
         raise wrong(f"{where}.text", "a string", None)
-    for key in part:
-        if key not in {"type", "text"}:
-            raise InvalidArgument(f"{where}.{key}: unknown field", field=f"{where}.{key}")
+    _check_keys(part, where, ("type", "text"))
     return text
 
 
@@ -154,6 +196,11 @@ def _read_call(call: object, where: str) -> ToolCall:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or call.get("type", "function") != "function":
         raise wrong(where, "a call of a function", call)
+    _check_keys(call, where, _CALL)
+    index = call.get("index")
+    if index is not None and whole(index) is None:
+        raise wrong(f"{where}.index", "an integer", index)
+    _check_keys(function, f"{where}.function", ("name", "arguments"))
     name = _string(function, "name", f"{where}.function")
     if not name:
         raise wrong(f"{where}.function.name", "a name", name)
@@ -164,6 +211,12 @@ def _read_call(call: object, where: str) -> ToolCall:
         raise wrong(f"{where}.function.arguments", "a string with JSON", arguments)
     check_arguments(arguments or "", f"{where}.function.arguments")
     return ToolCall(name, arguments or "", _string(call, "id", where))
+
+
+def _check_keys(entry: dict[str, Any], where: str, keys: Sequence[str]) -> None:
+    for key in entry:
+        if key not in keys:
+            raise InvalidArgument(f"{where}.{key}: unknown field{nearest(key, keys)}", field=f"{where}.{key}")
 
 
 def check_arguments(arguments: str, where: str) -> None:

@@ -69,7 +69,7 @@ CALLS: list[dict[str, Any]] = [
         "content": "",
         "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"é": [1]}}}],
     },
-    {"role": "tool", "content": "result"},
+    {"role": "tool", "tool_call_id": "c1", "content": "result"},
     {"role": "assistant", "content": "so: ", "reasoning_content": "it worked"},
 ]
 
@@ -189,7 +189,11 @@ def test_a_message_that_is_not_shown_cant_be_continued() -> None:
 
 
 def test_tool_results_in_parts_are_shown() -> None:
-    result = {"role": "tool", "content": [{"type": "text", "text": "part one"}, {"type": "text", "text": "part two"}]}
+    result = {
+        "role": "tool",
+        "tool_call_id": "c1",
+        "content": [{"type": "text", "text": "part one"}, {"type": "text", "text": "part two"}],
+    }
     for template in (CHATML, QWEN):
         assert "part one\npart two" in ours(template, [*TALK, result])
 
@@ -220,6 +224,19 @@ def test_roles_that_the_template_does_not_know() -> None:
         ours(CHATML, [{"role": "user", "content": "x"}, {"role": "robot", "content": "x"}])
     assert caught.value.field == "messages[1].role"
     assert ours("{{ 'robot' }}{{ messages[0].content }}", [{"role": "robot", "content": "x"}]) == "robotx"
+
+
+def test_a_turn_of_the_old_role_function_is_shown_or_refused() -> None:
+    turn = {"role": "function", "name": "f", "content": "x"}
+    assert "function\nx" in ours(CHATML, [turn])
+    users_only = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(InvalidArgument, match="knows no role 'function'"):
+        ours(users_only, [*TALK, turn])
+
+
+def test_a_name_reaches_the_template() -> None:
+    source = "{% for m in messages %}{{ m.name }}: {{ m.content }};{% endfor %}"
+    assert ours(source, [{"role": "user", "name": "ann", "content": "hi"}]) == "ann: hi;"
 
 
 STRICT = """{%- if messages[0]['role'] == 'system' %}
@@ -312,14 +329,19 @@ CALL = st.fixed_dictionaries(
     optional={"id": st.sampled_from(["abcdef123", "call_1", ""]), "type": st.just("function")},
 )
 CONTENT = st.none() | st.sampled_from(["", "hi", "</think>so", "<think>"]) | st.just([{"type": "text", "text": "a"}])
-TURN = st.fixed_dictionaries(
-    {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool", "robot"]), "content": CONTENT},
-    optional={
-        "tool_calls": st.lists(CALL, max_size=2),
-        "tool_call_id": st.sampled_from(["abcdef123", "x"]),
-        "reasoning_content": st.sampled_from(["", "hm"]),
-        "name": st.just("ann"),
-    },
+NAME = {"name": st.just("ann")}
+TURN = st.one_of(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "developer", "user", "function"]), "content": CONTENT}, optional=NAME
+    ),
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["assistant", "assistant", "robot"]), "content": CONTENT},
+        optional={"tool_calls": st.lists(CALL, max_size=2), "reasoning_content": st.sampled_from(["", "hm"]), **NAME},
+    ),
+    st.fixed_dictionaries(
+        {"role": st.just("tool"), "content": CONTENT, "tool_call_id": st.sampled_from(["abcdef123", "x"])},
+        optional=NAME,
+    ),
 )
 TEMPLATES = [ChatTemplate(source, SPECIAL) for source in (CHATML, QWEN, THINKING, MISTRAL, STRICT, LLAMA2, PARTS)]
 

@@ -43,6 +43,35 @@ def test_what_answers_carry_may_come_back() -> None:
     assert one(role="assistant", content="x", refusal=None, annotations=[], audio=None, function_call=None).text == "x"
 
 
+def test_a_call_may_have_the_index_that_it_had_in_a_stream() -> None:
+    assert one(role="assistant", tool_calls=[{**CALL, "index": 0}]).tool_calls == (ToolCall("f", '{"x": 1}', "c1"),)
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "function"])
+def test_what_belongs_to_other_turns_may_stand_in_one_if_it_is_empty(role: str) -> None:
+    turn = one(role=role, content="x", tool_calls=[], tool_call_id="", reasoning_content="", thinking=None)
+    assert turn == Message(role, "x")
+    assert one(role="tool", content="x", tool_call_id="c1", reasoning="").reasoning is None
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "robot"])
+def test_every_turn_may_have_a_name_that_the_template_is_given(role: str) -> None:
+    given = {"tool_call_id": "c1"} if role == "tool" else {}
+    assert one(role=role, content="x", name="ann", **given).for_template(parts=False)["name"] == "ann"
+
+
+def test_what_a_role_may_that_only_a_template_knows_is_the_templates_business() -> None:
+    turn = one(role="robot", content="x", tool_calls=[CALL], tool_call_id="c9", reasoning="hm")
+    assert (len(turn.tool_calls), turn.tool_call_id, turn.reasoning) == (1, "c9", "hm")
+
+
+def test_reasoning_under_two_names_is_the_same() -> None:
+    assert one(role="assistant", content="x", reasoning="hm", reasoning_content="hm").reasoning == "hm"
+    with pytest.raises(InvalidArgument, match="contradicts") as caught:
+        one(role="assistant", content="x", reasoning="hm", reasoning_content="well")
+    assert caught.value.field == "messages[0].reasoning"
+
+
 def test_text_as_one_part() -> None:
     assert Message("user", "x").for_template(parts=True) == {"role": "user", "content": [{"type": "text", "text": "x"}]}
     named = Message("user", "x", name="ann").for_template(parts=False)
@@ -68,6 +97,24 @@ def test_text_as_one_part() -> None:
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": [{"type": "text", "text": "x", "more": 1}]}], "messages[0].content[0].more"),
         ([{"role": "user", "content": ["ok", {"type": "image_url"}]}], "messages[0].content[1]"),
+        *(
+            ([{"role": role, "content": "x", **misplaced}], f"messages[0].{next(iter(misplaced))}")
+            for role in ("system", "developer", "user", "function")
+            for misplaced in ({"tool_calls": [CALL]}, {"tool_call_id": "c1"}, {"reasoning": "x"}, {"thinking": "x"})
+        ),
+        ([{"role": "assistant", "content": "x", "tool_call_id": "c1"}], "messages[0].tool_call_id"),
+        ([{"role": "tool", "content": "x", "tool_call_id": "c1", "tool_calls": [CALL]}], "messages[0].tool_calls"),
+        ([{"role": "tool", "content": "x", "tool_call_id": "c", "thinking": "x"}], "messages[0].thinking"),
+        ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
+        ([{"role": "tool", "content": "x", "tool_call_id": ""}], "messages[0].tool_call_id"),
+        ([{"role": "user", "reasoning": ""}], "messages[0].content"),
+        ([{"role": "user", "content": "x", "name": 5}], "messages[0].name"),
+        ([{"role": "assistant", "tool_calls": [{**CALL, "extra": 1}]}], "messages[0].tool_calls[0].extra"),
+        ([{"role": "assistant", "tool_calls": [{**CALL, "index": "0"}]}], "messages[0].tool_calls[0].index"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "argument": "{}"}}]}],
+            "messages[0].tool_calls[0].function.argument",
+        ),
         ([{"role": "assistant", "tool_calls": {}}], "messages[0].tool_calls"),
         ([{"role": "assistant", "tool_calls": [{"type": "custom"}]}], "messages[0].tool_calls[0]"),
         ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "messages[0].tool_calls[0].function.name"),
@@ -95,6 +142,12 @@ def test_messages_that_do_not_come_from_json() -> None:
     assert make_message(Message("user", ""), ["a", "b"], "messages[0]") == Message("user", "a\nb")
     with pytest.raises(InvalidArgument, match=r"messages\[1\].content"):
         make_message(Message("user", ""), [], "messages[1]")
+    with pytest.raises(InvalidArgument, match=r"messages\[1\].tool_call_id"):
+        make_message(Message("tool", ""), ["x"], "messages[1]")
+    with pytest.raises(InvalidArgument, match=r"messages\[1\].tool_calls"):
+        make_message(Message("user", "", (ToolCall("f"),)), ["x"], "messages[1]")
+    with pytest.raises(InvalidArgument, match=r"messages\[1\].reasoning_content"):
+        make_message(Message("user", "", reasoning="hm"), ["x"], "messages[1]")
     with pytest.raises(InvalidArgument, match="role"):
         make_message(Message("", ""), ["x"], "messages[1]")
     with pytest.raises(InvalidArgument, match="arguments"):

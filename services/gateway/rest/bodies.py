@@ -7,6 +7,7 @@ from services.gateway.limits import DEFAULT_LIMITS as LIMITS
 from services.gateway.rest.schemas import (
     ANYTHING,
     BOOLEAN,
+    INTEGER,
     NAME,
     NULL,
     OBJECT,
@@ -34,7 +35,7 @@ _TOKENS: Schema = array(TOKEN_ID, minItems=1)
 # Conversations
 
 _ROLE: Schema = either({"enum": ["system", "developer", "user", "assistant", "tool"]}, NAME)
-_CALLED: Schema = some({"name": NAME}, {"arguments": {"type": ["string", "object", "null"]}})
+_CALLED: Schema = only({"name": NAME}, {"arguments": {"type": ["string", "object", "null"]}})
 _MESSAGE: Schema = only(
     {"role": _ROLE},
     {
@@ -81,7 +82,7 @@ _JSON_SCHEMA: Schema = {"const": "json_schema"}
 COMPONENTS: dict[str, Schema] = {
     "TokenId": {"type": "integer", "minimum": 0, "description": "An id of the model's vocabulary."},
     "ContentPart": either(STRING, only({"type": {"const": "text"}, "text": STRING})),
-    "ToolCall": some({"function": _CALLED}, {"id": nullable(STRING), "type": _FUNCTION}),
+    "ToolCall": only({"function": _CALLED}, {"id": nullable(STRING), "type": _FUNCTION, "index": nullable(INTEGER)}),
     "Message": _MESSAGE,
     "Messages": array(ref("Message"), minItems=1, maxItems=LIMITS.messages),
     "Prompt": either(STRING, _TOKENS, array(either(STRING, _TOKENS), minItems=1, maxItems=LIMITS.prompts)),

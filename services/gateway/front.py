@@ -39,7 +39,13 @@ class Running:
         self.token = request.token
         self._timer = front.metrics.watch(spec, model.info.engine, arrived)
         self._generation = Generation(
-            spec, model.text.vocabulary, request, shown=job.response, echo=job.echo, on_tokens=self._timer.tokens
+            spec,
+            model.text.vocabulary,
+            request,
+            shown=job.response,
+            echo=job.echo,
+            on_tokens=self._timer.tokens,
+            on_finish=self._timer.finish,
         )
         self._over = False
         front.began()
@@ -61,15 +67,20 @@ class Running:
 
     async def read(self) -> list[Delta]:
         """What is new: it waits until there is something. Nothing after the end."""
-        return self._noted(await self._ending(self._generation.read()))
+        deltas = await self._ending(self._generation.read())
+        self._look()
+        return deltas
 
     async def feed(self, take: Callable[[list[Delta]], bool]) -> None:
         """What `read` would give, handed to `take` as it comes, until it wants no more, or all have ended."""
-        await self._ending(self._generation.feed(lambda deltas: take(self._noted(deltas))))
+        await self._ending(self._generation.feed(take))
+        self._look()
 
     async def whole(self) -> list[Delta]:
         """One delta per choice, when all have ended."""
-        return self._noted(await self._ending(self._generation.whole()))
+        deltas = await self._ending(self._generation.whole())
+        self._look()
+        return deltas
 
     async def vector(self) -> array[float]:
         """The vector of a request that asked for one; then it is over."""
@@ -86,13 +97,10 @@ class Running:
             self._end(error if isinstance(error, TriptychError) else None)
             raise
 
-    def _noted(self, deltas: list[Delta]) -> list[Delta]:
-        for delta in deltas:
-            if delta.finish is not None:
-                self._timer.finish(delta.finish.reason)
+    def _look(self) -> None:
+        """The request is over once all its choices are."""
         if self._generation.over:
             self._end(None)
-        return deltas
 
     def close(self) -> None:
         """Ends the request if it still runs."""

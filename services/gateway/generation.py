@@ -58,12 +58,14 @@ class Generation:
         shown: ResponseOptions | None = None,
         echo: str = "",
         on_tokens: Callable[[int], None] = lambda count: None,
+        on_finish: Callable[[FinishReason], None] = lambda reason: None,
     ) -> None:
         shown = shown or ResponseOptions()
         self.usage = Usage(len(spec.prompt_ids))
         self.prompt_logprobs: list[Position] = []
         self._stream = stream
         self._on_tokens = on_tokens
+        self._on_finish = on_finish
         self._interval = shown.stream_interval
         self._constraint = spec.sampling.constraint
         matcher = StopMatcher(spec.text.stop) if spec.text.stop else None
@@ -102,8 +104,7 @@ class Generation:
 
         def on_events(events: Sequence[EngineEvent]) -> bool:
             deltas = self._take_due(self._apply(events))
-            wanted = take(deltas) if deltas else True
-            return wanted and bool(self._running)
+            return (not deltas or take(deltas)) and bool(self._running)
 
         try:
             if self._running:
@@ -149,14 +150,19 @@ class Generation:
         """Takes events in; gives the choices that they concern, in order of their first event."""
         if not events:
             raise internal("the engine's events ended before the request")
-        touched: dict[int, None] = {}
+        touched: list[int] = []
         count = 0
         for event in events:
             if isinstance(event, ChoiceTokens):
                 count += len(event.token_ids)
-                if event.choice in self._running:
-                    self._push(event)
-                    touched[event.choice] = None
+                choice = event.choice
+                if choice in self._running:
+                    pipeline = self._pipelines[choice]
+                    pipeline.push(event)
+                    if pipeline.finish is not None:
+                        self._ended(event, pipeline)
+                    if choice not in touched:
+                        touched.append(choice)
             elif isinstance(event, RequestStarted):
                 self.usage.cached_tokens = event.cached_tokens
             elif isinstance(event, PromptLogprobs):
@@ -164,15 +170,12 @@ class Generation:
                 self.prompt_logprobs.extend(event.positions[max(missing, 0) :])
         if count:
             self._on_tokens(count)
-        return tuple(touched)
+        return touched
 
-    def _push(self, event: ChoiceTokens) -> None:
-        pipeline = self._pipelines[event.choice]
-        pipeline.push(event)
-        if event.finish:
-            self._running.discard(event.choice)
-        elif pipeline.finish is not None:
-            self._running.discard(event.choice)
+    def _ended(self, event: ChoiceTokens, pipeline: ChoicePipeline) -> None:
+        """A choice has ended, by the engine's word or by its text, of which the engine does not know."""
+        self._running.discard(event.choice)
+        if not event.finish:
             self._stream.abort(event.choice, FinishReason.STOP_STRING, pipeline.kept_tokens)
 
     def _take_due(self, choices: Sequence[int]) -> list[Delta]:
@@ -184,12 +187,14 @@ class Generation:
         return choice not in self._begun or pipeline.finish is not None or pipeline.ready_tokens >= self._interval
 
     def _take(self, choices: Sequence[int]) -> list[Delta]:
-        deltas = []
+        deltas, usage = [], self.usage
         for choice in choices:
             delta = self._pipelines[choice].take()
             if delta is not None:
                 self._begun.add(choice)
-                self.usage.completion_tokens += len(delta.token_ids)
-                self.usage.reasoning_tokens += delta.reasoning_tokens
+                usage.completion_tokens += len(delta.token_ids)
+                usage.reasoning_tokens += delta.reasoning_tokens
+                if delta.finish is not None:
+                    self._on_finish(delta.finish.reason)
                 deltas.append(delta)
         return deltas

@@ -80,6 +80,17 @@ class _Choice:
         self.finish = _NONE
         self.logprobs: list[Position] = []  # of the pending tokens
 
+    def deliver(self, index: int) -> ChoiceTokens:
+        """What is pending, as an event of choice `index`."""
+        ids, first = self.ids, self.delivered
+        self.delivered = end = len(ids)
+        fresh = (ids[first],) if end == first + 1 else tuple(ids[first:])
+        if not self.logprobs:
+            return ChoiceTokens(index, first, fresh, self.finish)
+        logprobs = tuple(self.logprobs)
+        self.logprobs.clear()
+        return ChoiceTokens(index, first, fresh, self.finish, logprobs)
+
 
 class EngineRequest:
     """A submitted request. `receive` or `feed` gives its events until the last choice has ended."""
@@ -263,20 +274,11 @@ class EngineRequest:
             raise
 
     def _events(self) -> Sequence[EngineEvent]:
-        events: list[EngineEvent] = [
-            *self._news,
-            *[self._event(index, choice) for index, choice in self._ready.items()],
-        ]
-        self._news.clear()
+        events: list[EngineEvent] = []
+        if self._news:
+            events += self._news
+            self._news.clear()
+        for index, choice in self._ready.items():
+            events.append(choice.deliver(index))
         self._ready.clear()
         return events
-
-    def _event(self, index: int, choice: _Choice) -> ChoiceTokens:
-        first = choice.delivered
-        ids = tuple(choice.ids[first:])
-        choice.delivered = first + len(ids)
-        if not choice.logprobs:
-            return ChoiceTokens(index, first, ids, choice.finish)
-        logprobs = tuple(choice.logprobs)
-        choice.logprobs.clear()
-        return ChoiceTokens(index, first, ids, choice.finish, logprobs)

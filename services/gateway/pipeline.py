@@ -36,6 +36,7 @@ class ChoicePipeline:
     __slots__ = (
         "_answer",
         "_choice",
+        "_detokenize",
         "_detokenizer",
         "_echo",
         "_emitted",
@@ -64,6 +65,7 @@ class ChoicePipeline:
         self.finish: Finish | None = None
         self._choice = choice
         self._detokenizer = new_detokenizer(vocabulary, skip_special_tokens=options.skip_special_tokens)
+        self._detokenize = self._detokenizer.push
         self._include_stop = options.include_stop
         self._scanner = (
             StopScanner(matcher, min_tokens=min_tokens, include_stop=options.include_stop) if matcher else None
@@ -75,7 +77,7 @@ class ChoicePipeline:
         self._emitted = 0
         self._told = False  # the finish is in a delta
         self._unreleased: deque[int] = deque()
-        self._ready: list[Span] = []
+        self._ready: list[tuple[int, str]] = []  # spans
         self._positions: deque[Position] = deque()
 
     @property
@@ -99,11 +101,14 @@ class ChoicePipeline:
         if tokens.logprobs:
             self._positions.extend(tokens.logprobs[known:])
         silent = ids[-1:] if tokens.finish and self._is_silent(tokens.finish) else ()
+        unread = self._scanner is None and self._answer is None
         for token_id in ids[:-1] if silent else ids:
             self._received += 1
             self._unreleased.append(token_id)
-            for text in self._detokenizer.push(token_id):
-                if self._accept(Span(self._unreleased.popleft(), text)):
+            for text in self._detokenize(token_id):
+                if unread:
+                    self._ready.append((self._unreleased.popleft(), text))
+                elif self._accept(Span(self._unreleased.popleft(), text)):
                     return
         if tokens.finish:
             self._end(tokens.finish, ids[-1:], silent)
@@ -113,7 +118,7 @@ class ChoicePipeline:
         if self._told:
             return None
         spans, answer = self._ready, self._answer
-        text = spans[0].text if len(spans) == 1 else "".join([span.text for span in spans])
+        text = spans[0][1] if len(spans) == 1 else "".join([text for _, text in spans])
         if self.finish is None and not text and not (answer is not None and answer.news):
             held = (
                 self._unreleased
@@ -128,8 +133,7 @@ class ChoicePipeline:
         return delta
 
     def _delta(self, text: str) -> Delta:
-        spans = self._ready
-        ids = tuple([span.token_id for span in spans])
+        ids, texts = zip(*self._ready, strict=True) if self._ready else ((), ())
         delta = Delta(
             self._choice,
             self._emitted,
@@ -137,7 +141,7 @@ class ChoicePipeline:
             ids,
             tuple([self._positions.popleft() for _ in ids]) if self._positions else (),
             self.finish,
-            tuple([span.text for span in spans]),
+            texts,
         )
         self._ready = []
         self._echo = ""

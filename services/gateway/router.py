@@ -14,7 +14,7 @@ import itertools
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from itertools import islice
 
 import grpc.aio
@@ -338,19 +338,22 @@ class Router:
         for pooled in outputs.pooled:
             if (request := live.pop(pooled.handle, None)) is not None:
                 request.take_vector(wire.pooled(pooled))
-        for number, row in enumerate(wire.rows(outputs), 1):
-            if (request := live.get(row.handle)) is not None:
-                self._take_row(request, row)
-            if not number % _SLICE:
-                await asyncio.sleep(0)
+        rows = wire.rows(outputs)
+        while self._take_rows(islice(rows, _SLICE)) == _SLICE:  # noqa: ASYNC110 (others get their turn)
+            await asyncio.sleep(0)
 
-    def _take_row(self, request: EngineRequest, row: wire.Row) -> None:
-        try:
-            request.take(row.choice, row.first_index, row.token_ids, row.finish, row.logprobs)
-        except TokenGap as gap:
-            self._resubmit(request, gap)
-        if not request.unfinished:
-            self._live.pop(row.handle, None)
+    def _take_rows(self, rows: Iterable[wire.Row]) -> int:
+        """Hands rows on; answers how many there were."""
+        live, number = self._live, 0
+        for number, (handle, choice, first_index, ids, finish, logprobs) in enumerate(rows, 1):  # noqa: B007
+            if (request := live.get(handle)) is not None:
+                try:
+                    request.take(choice, first_index, ids, finish, logprobs)
+                except TokenGap as gap:
+                    self._resubmit(request, gap)
+                if not request.unfinished:
+                    live.pop(handle, None)
+        return number
 
     def _resubmit(self, request: EngineRequest, gap: TokenGap) -> None:
         """Starts a request again from what it has, under a new handle."""

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
+from typing import TypeAlias
 
 from protos import common_pb2, engine_pb2, gateway_pb2
 from services.common.errors import TriptychError, from_code_number
@@ -65,15 +65,9 @@ class Load:
     silence_ms: int = 0
 
 
-class Row(NamedTuple):
-    """New tokens of one choice of one request in one step."""
-
-    handle: int
-    choice: int
-    first_index: int
-    token_ids: array[int]
-    finish: FinishReason
-    logprobs: list[Position] | None
+Row: TypeAlias = "tuple[int, int, int, array[int], FinishReason, list[Position] | None]"
+"""New tokens of one choice of one request in one step: handle, choice, index of the first, ids, finish, log
+probabilities. A plain tuple, since one is made at every token."""
 
 
 def _column(code: str, data: bytes, name: str) -> array[int]:
@@ -140,7 +134,7 @@ def _rows(
     for handle, choice, first, count, finish in columns:
         end = start + count
         own = list(islice(places, count)) if places is not None else None
-        yield Row(handle, choice, first, ids[start:end], _FINISH[finish], own)
+        yield handle, choice, first, ids[start:end], _FINISH[finish], own
         start = end
 
 

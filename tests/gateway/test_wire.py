@@ -32,7 +32,7 @@ def outputs(**changes: object) -> engine_pb2.StepOutputs:
 
 
 def test_rows_take_their_tokens_in_order() -> None:
-    got = [(row.handle, row.choice, row.first_index, list(row.token_ids), row.finish) for row in wire.rows(outputs())]
+    got = [(*row[:3], list(row[3]), row[4]) for row in wire.rows(outputs())]
     assert got == [
         (7, 0, 4, [100, 101], FinishReason.NONE),
         (7, 1, 0, [], FinishReason.LENGTH),
@@ -65,7 +65,7 @@ def test_log_probabilities_stand_with_their_tokens() -> None:
         logprob_f32le=struct.pack("<3f", -0.5, -math.inf, -2.0),
         rank_i32le=u32(1, 1, 3),
     )
-    got = [row.logprobs for row in wire.rows(outputs(logprobs=message))]
+    got = [row[5] for row in wire.rows(outputs(logprobs=message))]
     assert got == [
         [(TokenLogprob(100, -0.5, 1), TokenLogprob(5, -math.inf, 1)), ()],
         [],

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import socket
+from collections import deque
 from collections.abc import Iterator
 
 import uvicorn
@@ -22,17 +23,41 @@ _AHEAD = 8
 """Requests that may wait behind the one that is answered, on one connection."""
 
 
-class _Writer(asyncio.Transport):
-    """A connection whose writes leave together, at the end of a turn of the loop.
+class _Departures:
+    """Connections that have something to send: it leaves after this turn of the loop, of all of them at once.
 
     What all requests have to say about a step is made first, then sent: system calls between would cool
-    the caches down for everything in between. The end of a stream, and its beginning, leave as one packet.
+    the caches down for everything in between.
     """
 
-    def __init__(self, inner: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+    __slots__ = ("_waiting",)
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Writer] = deque()
+
+    def add(self, writer: _Writer) -> None:
+        """Flushes it soon, once."""
+        self._waiting.append(writer)
+        if len(self._waiting) == 1:
+            asyncio.get_running_loop().call_soon(self._leave)
+
+    def _leave(self) -> None:
+        waiting = self._waiting
+        try:
+            while waiting:
+                waiting.popleft().flush()
+        finally:
+            if waiting:
+                asyncio.get_running_loop().call_soon(self._leave)
+
+
+class _Writer(asyncio.Transport):
+    """A connection whose writes of one turn of the loop leave together, as one packet where they fit in one."""
+
+    def __init__(self, inner: asyncio.Transport, departures: _Departures) -> None:
         super().__init__()
         self._inner = inner
-        self._loop = loop
+        self._departures = departures
         self._waiting: list[bytes] = []
         self.get_extra_info = inner.get_extra_info  # type: ignore[method-assign]
         self.is_closing = inner.is_closing  # type: ignore[method-assign]
@@ -43,17 +68,18 @@ class _Writer(asyncio.Transport):
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Takes data; it leaves soon."""
         if not self._waiting:
-            self._loop.call_soon(self._flush)
+            self._departures.add(self)
         self._waiting.append(bytes(data))
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Sends what waits."""
         waiting, self._waiting = self._waiting, []
         if waiting and not self._inner.is_closing():
             self._inner.write(waiting[0] if len(waiting) == 1 else b"".join(waiting))
 
     def close(self) -> None:
         """Sends what waits, then closes."""
-        self._flush()
+        self.flush()
         self._inner.close()
 
 
@@ -93,7 +119,8 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has come."""
-        super().connection_made(_Writer(transport, self.loop))
+        assert isinstance(self.config, _Config)
+        super().connection_made(_Writer(transport, self.config.departures))
 
     def on_headers_complete(self) -> None:
         """A request has begun."""
@@ -108,6 +135,25 @@ class _Protocol(HttpToolsProtocol):
             self._answered.disconnected = True
             self._answered.message_event.set()
         super().connection_lost(exc)
+
+
+class _Config(uvicorn.Config):
+    """What all connections of a server share."""
+
+    def __init__(self, app: ASGIApp, *, drain_s: float) -> None:
+        super().__init__(
+            app,
+            http=_Protocol,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=max(1, math.ceil(drain_s)),
+        )
+        self.departures = _Departures()
 
 
 class _Server(uvicorn.Server):
@@ -142,19 +188,7 @@ class HttpServer:
     def __init__(self, app: ASGIApp, bound: socket.socket, *, drain_s: float = 2.0) -> None:
         self._socket = bound
         self.port: int = bound.getsockname()[1]
-        config = uvicorn.Config(
-            app,
-            http=_Protocol,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            date_header=False,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=max(1, math.ceil(drain_s)),
-        )
-        self._server = _Server(config)
+        self._server = _Server(_Config(app, drain_s=drain_s))
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

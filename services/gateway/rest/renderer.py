@@ -13,6 +13,7 @@ from services.common import tracing
 from services.common.errors import InvalidArgument, TriptychError
 from services.gateway.fields import Api, read_fields
 from services.gateway.front import Front, Running
+from services.gateway.json_text import read_json
 from services.gateway.models import Model
 from services.gateway.request import Delta, Usage
 from services.gateway.rest import embeddings
@@ -30,11 +31,8 @@ Body = dict[str, Any]
 
 
 def parse(body: bytes) -> Body:
-    """A JSON object. NaN, Infinity and numbers beyond a double are no JSON, so they are refused here."""
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise InvalidArgument(f"body: no JSON: {error}", field="body") from None
+    """A JSON object. NaN, Infinity, numbers beyond a double and twin keys are refused by their places."""
+    value = read_json(body)
     if not isinstance(value, dict):
         raise InvalidArgument("body: must be a JSON object", field="body")
     return value
@@ -79,11 +77,15 @@ class _Stream:
     async def pour(self, outlet: Outlet) -> None:
         """All events of an answer with one request behind it."""
         chunk, write, (run,) = self._documents.chunk, outlet.write, self._runs
+
+        def tell(deltas: Sequence[Delta]) -> bool:
+            return write(chunk(0, deltas[0]) if len(deltas) == 1 else self._chunks([(0, delta) for delta in deltas]))
+
         write(self._opening)
         try:
             while not run.over:
                 await outlet.drained()
-                await run.feed(lambda deltas: write(b"".join([chunk(0, delta) for delta in deltas])))
+                await run.feed(tell)
             write(self._documents.last())
         except TriptychError as error:
             write(self._documents.failed(error))

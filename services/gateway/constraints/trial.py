@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from fractions import Fraction
 from functools import cache
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from services.gateway.constraints.lark import with_one_token
+from services.gateway.constraints.schemas.writing import MOST_REMAINDERS, remainders
 from services.gateway.request import Constraint
 
 LEXER_FUEL = 100_000
 """As the engine has it: what the library may spend on the states of one grammar."""
 _EXCERPT = re.compile(r"\n\s*\d+ \|")
 """Where the library begins to show the grammar, which no client wrote in this form."""
+_MULTIPLE = re.compile(r'(?<!\\)"multipleOf":(\d[\d.e+-]*)')
 _END, _TOKEN = 256, 257
 
 
 def complaint(constraint: Constraint) -> str | None:
     """Why no output can follow a constraint, in a line; None if some can."""
+    if math.lcm(*(remainders(Fraction(found[1])) for found in _MULTIPLE.finditer(constraint.text))) > MOST_REMAINDERS:
+        return f"what must be a multiple in its schemas has more than {MOST_REMAINDERS} remainders to tell apart"
     limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL, verbose_errors=False)
     matcher = LLMatcher(_bytewise(), _grammar(constraint), log_level=0, limits=limits)
     matcher.compute_bitmask()

@@ -268,3 +268,16 @@ def test_definitions_of_answer_and_tools_are_kept_apart() -> None:
                 assert accepts(found, call) is (kind == other), call
         assert accepts(found, '{"tree":{"tree":{"leaf":true}}}')
         assert not accepts(found, '{"tree":{"tree":{"leaf":1}}}')
+
+
+def test_multiples_of_several_schemas_count_together() -> None:
+    """Side by side they would hold a thread for hours."""
+    steps = [Tool(f"by_{step}", parameters={"properties": {"x": {"multipleOf": step}}}) for step in (97, 89, 8.3)]
+    with pytest.raises(InvalidArgument, match="remainders") as refused:
+        combined(calls_of("hermes", tools=tuple(steps)))
+    assert refused.value.field == "tools"
+    both = " | ".join(f'%json {{"type": "number", "multipleOf": {step}}}' for step in (97, 89, 83))
+    with pytest.raises(InvalidArgument, match="remainders") as refused:
+        combined(None, structured_outputs={"grammar": f"start: {both}"})
+    assert refused.value.field == "structured_outputs.grammar"
+    assert accepts(combined(calls_of("hermes", tools=tuple(steps[:2]))), written("hermes", ("by_89", '{"x": 178}')))

@@ -216,6 +216,20 @@ def test_a_name_in_another_spelling_is_the_same_name(name: str) -> None:
         ({"minimum": "3"}, "s.minimum", "number"),
         ({"minimum": True}, "s.minimum", "number"),
         ({"multipleOf": 0}, "s.multipleOf", "above 0"),
+        ({"properties": {"x": {"multipleOf": 123456789}}}, "s.properties.x.multipleOf", "remainders"),
+        ({"items": {"multipleOf": 10007}}, "s.items.multipleOf", "remainders"),
+        ({"anyOf": [{"multipleOf": 101}, {"multipleOf": 0.0103}]}, "s.anyOf[1].multipleOf", "remainders"),
+        ({"allOf": [{"minimum": 2}, {"multipleOf": 9007199254740991}]}, "s.allOf[1].multipleOf", "remainders"),
+        (
+            {"properties": {"x": {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}}},
+            "s.properties.x.exclusiveMinimum",
+            "less than 1 away",
+        ),
+        (
+            {"allOf": [{"minimum": -0.5}, {"type": "number", "exclusiveMaximum": 0}]},
+            "s.allOf[1].exclusiveMaximum",
+            "less than 1 away",
+        ),
         ({"minLength": -1}, "s.minLength", "whole number"),
         ({"maxItems": 1.5}, "s.maxItems", "whole number"),
         ({"maxLength": 2**40}, "s.maxLength", "at most"),
@@ -383,6 +397,16 @@ def test_options_of_one_of_are_told_apart() -> None:
     constraint, judge = held(schema), validator(schema)
     for text in ('{"kind":"a","x":1}', '{"kind":"c","x":"1"}', '{"kind":"a","x":"1"}', '{"kind":"d"}', "{}"):
         assert accepts(constraint, text) == judge.is_valid(json.loads(text))
+
+
+@pytest.mark.parametrize("step", [0.001, 1000000, 86400, 4096, 9973, 0.25])
+def test_multiples_that_can_be_held(step: float) -> None:
+    """Powers of 10 are free: what counts is how many remainders there are."""
+    constraint = held({"type": "number", "multipleOf": step})
+    exact = Decimal(repr(step))
+    for factor in (0, 1, -7, 123456):
+        assert accepts(constraint, f"{exact * factor:f}"), factor
+    assert not accepts(constraint, f"{exact * Decimal('3.5'):f}")
 
 
 def test_numbers_are_as_exact_as_they_are_written() -> None:

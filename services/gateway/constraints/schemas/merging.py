@@ -25,6 +25,7 @@ Together = tuple[Pointer, ...]
 class Merged:
     """What one value must be. Each kind of value in `types` is possible as far as its own bounds tell.
 
+    nodes        the nodes themselves, in which a keyword that cannot be held is found
     names        properties and what they must be, in the order in which the schema names them
     beginnings   beginnings of other names, and what such a property must be
     expressions  expressions for names, where no other name is told apart
@@ -34,6 +35,7 @@ class Merged:
     """
 
     at: Pointer
+    nodes: Sequence[Node]
     types: frozenset[str]
     values: tuple[Any, ...] | None
     numbers: Numbers
@@ -65,6 +67,7 @@ def merge(document: Document, nodes: Sequence[Node]) -> Merged:
     expressions = _expressions(document, nodes)
     merged = Merged(
         nodes[0].at if nodes else (),
+        nodes,
         types,
         None,
         numbers,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from typing import Any
 
@@ -13,6 +14,9 @@ from services.gateway.constraints.schemas.node import TYPES, Numbers, Strings
 from services.gateway.constraints.schemas.patterns import escape
 from services.gateway.constraints.schemas.states import State, States
 
+MOST_REMAINDERS = 10_000
+"""The library looks at each remainder that multiples can leave, and no limit of its own ends that: some thousands
+take 0.1 s, a hundred thousand seconds."""
 Json = dict[str, Any]
 
 
@@ -25,6 +29,7 @@ class Writer:
         self._prefix = prefix
         self._definitions: dict[str, Json] = {}
         self._waiting: list[State] = []
+        self._remainders = 1  # that its numbers, begun together, leave to tell apart
 
     def write(self) -> Json:
         """The whole of it, with its definitions."""
@@ -65,9 +70,7 @@ class Writer:
             if kind not in way.types:
                 continue
             if kind == "number":
-                if _is_narrow(way.numbers):
-                    why = "numbers between a whole one, which is left out, and one less than 1 away cannot be held"
-                    raise self._document.spelling.refuse(way.at, why)
+                self._check_numbers(way)
                 made.append(_number(way.numbers))
             elif kind == "string":
                 made.append(_string(way.strings))
@@ -78,6 +81,19 @@ class Writer:
             else:
                 made.append({"type": kind})
         return made
+
+    def _check_numbers(self, way: Merged) -> None:
+        numbers = way.numbers
+        if (keyword := _narrow(numbers)) is not None:
+            why = "numbers between a whole one, which is left out, and one less than 1 away cannot be held"
+            bounded = [node.at for node in way.nodes if keyword in _said(node.numbers)]
+            raise self._document.spelling.refuse((*(bounded or [way.at])[0], keyword), why)
+        if numbers.multiple_of is not None:
+            self._remainders = math.lcm(self._remainders, remainders(numbers.multiple_of))
+            if self._remainders > MOST_REMAINDERS:
+                found = [node.at for node in way.nodes if node.numbers.multiple_of is not None]
+                why = f"this and what else must be a multiple have more than {MOST_REMAINDERS} remainders to tell apart"
+                raise self._document.spelling.refuse((*found[-1], "multipleOf"), why)
 
     def _array(self, way: Merged) -> list[Json]:
         first: list[Json] = []
@@ -175,14 +191,29 @@ def _number(numbers: Numbers) -> Json:
     return made
 
 
-def _is_narrow(numbers: Numbers) -> bool:
-    """Whether the library would take the whole number that is left out at the end nearer to 0."""
+def _narrow(numbers: Numbers) -> str | None:
+    """The bound that is left out, a whole number nearer to 0 than the others, where the library would take it."""
     low, high = numbers.low, numbers.high
     if numbers.whole or low is None or high is None or high - low >= 1:
-        return False
-    return (numbers.above_low and low >= 0 and low.denominator == 1) or (
-        numbers.below_high and high <= 0 and high.denominator == 1
-    )
+        return None
+    if numbers.above_low and low >= 0 and low.denominator == 1:
+        return "exclusiveMinimum"
+    return "exclusiveMaximum" if numbers.below_high and high <= 0 and high.denominator == 1 else None
+
+
+def _said(numbers: Numbers) -> list[str]:
+    return ["exclusiveMinimum"] * numbers.above_low + ["exclusiveMaximum"] * numbers.below_high
+
+
+def remainders(multiple: Fraction) -> int:
+    """How many remainders the digits of a number can leave while it is written: powers of 10 need none."""
+    left = multiple
+    while left.denominator != 1:
+        left *= 10
+    whole = int(left)
+    while whole % 10 == 0:
+        whole //= 10
+    return whole
 
 
 def _plain(number: Fraction) -> int | float:

@@ -27,6 +27,7 @@ validate    checks that need the model or another field
 fields      the table of request fields
 asked       what a client asked for, as plain values
 kinds       what a single field may be
+json_text   JSON as clients write it, nothing in it lost
 limits      how much is taken from one request
 metrics     what is counted
 parsers     answers as they come: reasoning, text, calls of tools

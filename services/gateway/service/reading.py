@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
 from google.protobuf.message import Message as ProtoMessage
 
 from protos import common_pb2, gateway_pb2
 from services.common.errors import InvalidArgument
 from services.gateway.asked import Asked
 from services.gateway.fields import Api, Caller, read_fields
+from services.gateway.json_text import read_json
 from services.gateway.kinds import Object
 from services.gateway.limits import DEFAULT_LIMITS
 from services.gateway.messages import Message, ToolCall, make_message, refuse_part
@@ -32,7 +32,6 @@ _OF_CHAT = (
     "parallel_tool_calls",
     "reasoning_effort",
 )
-_CHOICES = frozenset({"none", "auto", "required"})
 _POOLINGS: Mapping[int, str] = {common_pb2.POOLING_MEAN: "mean", common_pb2.POOLING_LAST: "last"}
 Json = Any
 
@@ -156,18 +155,12 @@ def _constraint(message: common_pb2.Constraint) -> Mapping[str, object]:
 def _documents(said: Mapping[str, Any], where: str = "") -> dict[str, Json]:
     """The fields that hold JSON text, read."""
     spelled = {name: f"{name}_json" for name in ("chat_template_kwargs", "documents", "tools")}
-    return {name: _json(said[field], where + field) for name, field in spelled.items() if field in said}
+    return {name: read_json(said[field].encode(), where + field) for name, field in spelled.items() if field in said}
 
 
 def _tool_choice(text: str) -> Json:
-    return text if text in _CHOICES else _json(text, "tool_choice")
-
-
-def _json(text: str, field: str) -> Json:
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise InvalidArgument(f"{field}: no JSON: {error}", field=field) from None
+    """A word as it is, unless it begins as an object does: which words there are is known below."""
+    return read_json(text.encode(), "tool_choice") if text.lstrip().startswith("{") else text
 
 
 def _turn(message: gateway_pb2.ChatMessage, where: str) -> Message:

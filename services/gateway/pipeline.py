@@ -187,7 +187,9 @@ class ChoicePipeline:
         if self._answer is not None:
             self._answer.finish()
             self._ready.extend(self._answer.released())
-            if self._answer.called and finish.reason in _BY_ITSELF:
+            if self._answer.called and (
+                finish.reason is FinishReason.EOS or (finish.reason in _STOPS and not self._answer.open)
+            ):
                 finish = replace(finish, reason=FinishReason.TOOL_CALLS)
         self.finish = finish
 
@@ -203,8 +205,8 @@ class ChoicePipeline:
         self._received += len(silent)
 
 
-_BY_ITSELF = (FinishReason.EOS, FinishReason.STOP_ID, FinishReason.STOP_STRING)
-"""Ways to end that say the answer is whole."""
+_STOPS = (FinishReason.STOP_ID, FinishReason.STOP_STRING)
+"""Ends that the client chose, perhaps in the middle of a call; where the model ends, it holds the call to be whole."""
 
 
 class _Answer:
@@ -240,6 +242,11 @@ class _Answer:
     def called(self) -> bool:
         """Whether a tool was called."""
         return self._parser.called
+
+    @property
+    def open(self) -> bool:
+        """Whether the arguments of the last call are not complete."""
+        return self._parser.open
 
     def push(self, span: Span) -> None:
         """Takes a span. A special token that its text leaves out is read as a mark all the same."""
@@ -285,6 +292,7 @@ class _Answer:
         delta.reasoning = "".join(self._reasoning)
         delta.reasoning_tokens = self._reasoned
         delta.tool_calls = _joined_calls(self._calls) if self._calls else ()
+        delta.call_cut = delta.finish is not None and self._parser.open
         self._reasoning, self._calls, self._reasoned = [], [], 0
 
 

@@ -91,11 +91,13 @@ class ToolOptions:
     format    name of the way in which the model writes them
     names     the tools that the client offered
     parallel  whether more than one call may be made; otherwise the answer ends after the first
+    forced    whether a grammar leaves nothing but calls, so that what may begin one is no text
     """
 
     format: str
     names: tuple[str, ...]
     parallel: bool = True
+    forced: bool = False
 
 
 @dataclass(slots=True, frozen=True)
@@ -225,6 +227,7 @@ class Delta:
     per call. `texts` has what each token completed of `text`, which has the echoed prompt before that.
     Tokens whose text was cut off or left out (a stop string, an EOS id), or is reasoning or a call, have "" there.
     The first `reasoning_tokens` of the tokens came before the answer.
+    `call_cut` comes with `finish`: the answer ended before the arguments of its last call were complete.
     """
 
     choice: int
@@ -237,6 +240,7 @@ class Delta:
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     reasoning_tokens: int = 0
+    call_cut: bool = False
 
 
 @dataclass(slots=True)

@@ -229,28 +229,35 @@ class ModelText:
         shown = () if choice.mode == "none" else tools
         rendered = await self._prompts.conversation(asked, caller, messages, shown)
         continued = messages[-1].text if asked.continue_final_message else ""
-        text = self._answer(request, rendered, continued, shown)
+        text = self._answer(request, rendered, continued, self._tools(request, rendered, shown, choice))
         prompt = _Prompt(rendered.ids, "messages", continued if asked.echo else "")
         calls = self._calls(request, text.tools, tools, choice)
         around = Surroundings(text.reasoning, self.vocabulary, () if calls is None else calls.marks)
         constraint = await self._constraints.build(asked, caller, calls=calls, around=around)
         return await self._job(request, prompt, text, constraint)
 
-    def _answer(self, request: _Request, rendered: Rendered, continued: str, tools: Sequence[Tool]) -> TextOptions:
+    def _answer(self, request: _Request, rendered: Rendered, continued: str, calls: ToolOptions | None) -> TextOptions:
         """How the answer to a conversation is read: reasoning and calls apart from text."""
         asked, form = request.asked, rendered.talk.form
-        reasoning = calls = None
+        reasoning = None
         if form.reasoning is not None:
             inside = opens_reasoning(rendered.text, form.reasoning, continued)
             reasoning = ReasoningOptions(*form.reasoning, inside, asked.include_reasoning is not False)
-        if tools:
-            if form.tool_format is None:
-                field = request.caller.spell("tools")
-                raise InvalidArgument(f"{field}: how this model writes calls of tools is not known", field=field)
-            names = tuple(tool.name for tool in tools)
-            calls = ToolOptions(form.tool_format, names, asked.parallel_tool_calls is not False)
-        kept = form.kept_ids(self.vocabulary, tools=bool(tools))
+        kept = form.kept_ids(self.vocabulary, tools=calls is not None)
         return text_options(asked, kept_ids=kept, reasoning=reasoning, tools=calls)
+
+    def _tools(
+        self, request: _Request, rendered: Rendered, tools: Sequence[Tool], choice: ToolChoice
+    ) -> ToolOptions | None:
+        """How calls are read; None where there are none. A tool that is named is called once."""
+        if not tools:
+            return None
+        known = rendered.talk.form.tool_format
+        if known is None:
+            field = request.caller.spell("tools")
+            raise InvalidArgument(f"{field}: how this model writes calls of tools is not known", field=field)
+        parallel = request.asked.parallel_tool_calls is not False and choice.mode != "named"
+        return ToolOptions(known, tuple(tool.name for tool in tools), parallel, choice.forced)
 
     def _calls(
         self, request: _Request, options: ToolOptions | None, tools: Sequence[Tool], choice: ToolChoice

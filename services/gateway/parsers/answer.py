@@ -21,12 +21,13 @@ class AnswerParser:
     answer_at  characters before the answer: reasoning with its tags; None while they go on
     """
 
-    __slots__ = ("_calls", "_reader", "_steps", "answer_at", "ended", "events")
+    __slots__ = ("_calls", "_forced", "_reader", "_steps", "answer_at", "ended", "events")
 
     def __init__(self, reasoning: ReasoningOptions | None, tools: ToolOptions | None) -> None:
         self.ended = False
         self._reader = Reader()
         self._calls = Calls(self._reader, tools.names if tools else (), parallel=tools is None or tools.parallel)
+        self._forced = tools is not None and tools.forced
         self.answer_at = 0 if reasoning is None else None
         self._steps = self._read(reasoning, tools)
         self.events: deque[Event] = self._reader.events
@@ -35,6 +36,11 @@ class AnswerParser:
     def called(self) -> bool:
         """Whether there was a call."""
         return self._calls.count > 0
+
+    @property
+    def open(self) -> bool:
+        """Whether the last call is not complete."""
+        return self._calls.open
 
     @property
     def fed(self) -> int:
@@ -54,10 +60,15 @@ class AnswerParser:
         self.ended = not self._proceed()
 
     def finish(self) -> None:
-        """No more text comes: what was undecided is text."""
-        if not self.ended:
-            self._reader.end()
-            self._proceed()
+        """No more text comes: what was undecided is text, or where only calls may come the beginning of one."""
+        if self.ended:
+            return
+        self._reader.end()
+        known = len(self.events)
+        self._proceed()
+        if self._forced:
+            last = [self.events.pop() for _ in range(len(self.events) - known)]
+            self.events.extend(event for event in reversed(last) if event.what is not Kind.CONTENT)
 
     def _proceed(self) -> bool:
         """Whether the grammar wants more."""

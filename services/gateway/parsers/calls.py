@@ -34,12 +34,14 @@ class Calls:
 
     names     the tools that were offered
     parallel  whether the answer goes on after a call
+    open      whether the last call has begun and its arguments are not complete
     """
 
-    __slots__ = ("_reader", "count", "names", "parallel")
+    __slots__ = ("_reader", "count", "names", "open", "parallel")
 
     def __init__(self, reader: Reader, names: Collection[str], *, parallel: bool) -> None:
         self.count = 0
+        self.open = False
         self.names = names
         self.parallel = parallel
         self._reader = reader
@@ -68,7 +70,7 @@ class Calls:
 class _Object:
     """One call. Until its name is known, all that is read is held."""
 
-    __slots__ = ("_argued", "_calls", "_early", "_index", "_only", "_reader", "_wrote")
+    __slots__ = ("_argued", "_calls", "_complete", "_early", "_index", "_only", "_reader", "_wrote")
 
     def __init__(self, reader: Reader, calls: Calls, only: Collection[str] | None) -> None:
         self._reader = reader
@@ -78,6 +80,7 @@ class _Object:
         self._argued = False  # arguments have begun
         self._early: list[str] = []  # arguments before the name
         self._wrote = False  # arguments that are not empty
+        self._complete = False  # and they are all there
 
     # What is told
 
@@ -85,6 +88,7 @@ class _Object:
         """The name is known: this is a call."""
         self._index = self._calls.count
         self._calls.count += 1
+        self._calls.open = not self._complete
         self._reader.tell_held(None)
         call_id = f"call_{secrets.token_hex(12)}"
         self._reader.tell_call(ToolCallDelta(self._index, "".join(self._early), call_id, name))
@@ -99,9 +103,18 @@ class _Object:
         else:
             self._reader.tell_call(ToolCallDelta(self._index, text))
 
+    def argued(self) -> None:
+        """The arguments are complete, if there are any."""
+        self._complete = self._wrote
+        if self._index is not None:
+            self._calls.open = not self._complete
+
     def close(self) -> None:
         """The call is complete; without arguments it has an empty object."""
-        if self._index is not None and not self._wrote:
+        if self._index is None:
+            return
+        self._calls.open = False
+        if not self._wrote:
             self._reader.tell_call(ToolCallDelta(self._index, "{}"))
 
     # What is read
@@ -144,7 +157,10 @@ class _Object:
             return (yield from self._name())
         if key in _ARGUMENTS and not self._argued:
             self._argued = True
-            return (yield from self._value(self.argue))
+            if not (yield from self._value(self.argue)):
+                return False
+            self.argued()
+            return True
         return (yield from self._value(lambda _: None))
 
     def _name(self) -> Steps[bool]:

@@ -153,6 +153,7 @@ class Told(NamedTuple):
     texts: tuple[str, ...]
     reasoning_tokens: int
     finish: Finish | None
+    call_cut: bool
 
 
 def stream(
@@ -191,6 +192,7 @@ def join(deltas: Sequence[Delta]) -> Told:
         at += len(delta.token_ids)
         assert len(delta.logprobs) == len(delta.texts) == len(delta.token_ids)
         assert (delta.finish is None) == (delta is not deltas[-1])
+        assert delta.finish is not None or not delta.call_cut
         indices = [call.index for call in delta.tool_calls]
         assert len(set(indices)) == len(indices), "at most one piece per call in a delta"
     return Told(
@@ -204,4 +206,5 @@ def join(deltas: Sequence[Delta]) -> Told:
         sum((delta.texts for delta in deltas), ()),
         sum(delta.reasoning_tokens for delta in deltas),
         deltas[-1].finish if deltas else None,
+        bool(deltas) and deltas[-1].call_cut,
     )

@@ -77,7 +77,8 @@ def test_a_stop_string_in_arguments_ends_them() -> None:
     options = TextOptions(stop=("1}",), tools=tools("hermes"))
     deltas, _ = stream(tokens_of(CALL, range(len(CALL))), options)
     assert join(deltas).answer == Answer("", (("f", '{"a": '),))
-    assert join(deltas).finish == Finish(FinishReason.TOOL_CALLS, stop_string="1}")
+    assert join(deltas).finish == Finish(FinishReason.STOP_STRING, stop_string="1}")
+    assert join(deltas).call_cut
 
 
 def test_a_stop_string_in_reasoning_ends_the_answer() -> None:

@@ -5,6 +5,8 @@ id is *released* with its text; released texts come in the order of the ids, one
 
     ids        41   f0   9f   94   a5            20
     released  "a"                 "" "" "" "🔥"  " "      the character belongs to the id that completes it
+    ids        f0   9f   41
+    released            "" "�" "a"                        what a broken one becomes, to the last id that has bytes of it
 
 An id is held as long as its last character is not complete, so that no text comes without its id.
 
@@ -45,13 +47,14 @@ def new_detokenizer(vocabulary: Vocabulary, *, skip_special_tokens: bool) -> Det
 class ByteDetokenizer:
     """Byte-level BPE: the bytes of all ids, read as UTF-8. Ids are held only within a character."""
 
-    __slots__ = ("_fragments", "_held", "_pending", "_skipped")
+    __slots__ = ("_fragments", "_held", "_last", "_pending", "_skipped")
 
     def __init__(self, vocabulary: Vocabulary, skipped: frozenset[int]) -> None:
         self._fragments = vocabulary.fragments
         self._skipped = skipped
         self._pending = b""
         self._held: list[str] = []  # what ids have completed, of which the last goes on
+        self._last = 0  # the last of them that has bytes
 
     def push(self, token_id: int) -> Sequence[str]:
         """Takes an id; gives the texts of the ids whose text is now known."""
@@ -59,28 +62,49 @@ class ByteDetokenizer:
             fragment: str | bytes | int = b""
         else:
             fragment = self._fragments[token_id]
-        if not self._pending and isinstance(fragment, str):
-            return (fragment,)
         if isinstance(fragment, str):
+            if not self._pending:
+                return (fragment,)
             fragment = fragment.encode()
         elif isinstance(fragment, int):
             fragment = b""
-        data = self._pending + fragment
-        text, used = utf_8_decode(data, "replace", False)
-        self._pending = data[used:]
+        if not fragment:
+            self._held.append("")
+            return () if self._pending else self._release()
+        known = self._break() if self._pending and _breaks(self._pending, fragment) else ()
+        text, self._pending = _decode(self._pending + fragment)
+        self._last = len(self._held)
         self._held.append(text)
-        return () if self._pending else self._release()
+        return known if self._pending else [*known, *self._release()]
 
     def finish(self) -> Sequence[str]:
-        """What an incomplete last character becomes belongs to the last id."""
-        if self._pending:
-            self._held[-1] += self._pending.decode("utf-8", "replace")
-            self._pending = b""
+        """What an incomplete last character becomes belongs to the last id that has bytes of it."""
+        return self._break() if self._pending else self._release()
+
+    def _break(self) -> Sequence[str]:
+        """The pending character stays incomplete."""
+        self._held[self._last] += _BROKEN
+        self._pending = b""
         return self._release()
 
     def _release(self) -> Sequence[str]:
         texts, self._held = self._held, []
         return texts
+
+
+def _breaks(pending: bytes, fragment: bytes) -> bool:
+    """Whether the beginning of a character does not go on so."""
+    text, rest = _decode(pending + fragment[:1])
+    return len(text) > 1 or bool(text and rest)
+
+
+def _decode(data: bytes) -> tuple[str, bytes]:
+    """The text of bytes, and what is the beginning of a character at their end."""
+    text, used = utf_8_decode(data, "replace", False)
+    rest = data[used:]
+    if rest[:1] == b"\xed" and rest[1:2] >= b"\xa0":  # half of a surrogate, which the codec waits for
+        return text + rest.decode("utf-8", "replace"), b""
+    return text, rest
 
 
 class PieceDetokenizer:

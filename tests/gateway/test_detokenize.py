@@ -75,6 +75,38 @@ def test_partial_bytes_then_a_space() -> None:
     assert "".join(texts) == f"{BROKEN} fox"
 
 
+@pytest.mark.parametrize("skip", [True, False])
+@settings(max_examples=70, deadline=None)
+@given(data=st.data())
+def test_the_text_of_an_id_begins_where_that_of_the_ids_before_it_ends(skip: bool, data: st.DataObject) -> None:
+    """Inside a character of several ids it begins where the character does, after a broken one behind it."""
+    byte = st.sampled_from([0xF0, 0x9F, 0x94, 0xA5, 0xE2, 0x82, 0xED, 0xA0, 0xEF, 0xBF, 0xBD, 0xC0, 0xFF, 0x41])
+    of_byte = {one_byte(i): i for i in range(len(toys.vocabulary("byte_level")))}
+    ids = data.draw(st.lists(st.one_of(byte.map(lambda b: of_byte[b]), st.sampled_from([1, 100_000])), max_size=16))
+    ids += data.draw(random_ids("byte_level"))
+
+    def decode(some: list[int]) -> str:
+        return toys.tokenizer("byte_level").decode(some, skip_special_tokens=skip)
+
+    at = 0
+    for i, text in enumerate(stream("byte_level", ids, skip=skip)):
+        before = decode(ids[:i])
+        goes_on = before + decode(ids[i:]) != decode(ids)  # the character at the end of what is before it
+        assert at == len(before) - goes_on
+        at += len(text)
+
+
+def test_a_broken_character_belongs_to_the_last_id_that_has_bytes_of_it() -> None:
+    of_byte = {one_byte(i): i for i in range(len(toys.vocabulary("byte_level")))}
+    f0, x9f, a = of_byte[0xF0], of_byte[0x9F], of_byte[0x41]
+    assert stream("byte_level", [a, f0, x9f, a], skip=True) == ["A", "", BROKEN, "A"]
+    assert stream("byte_level", [f0, 1, a], skip=True) == [BROKEN, "", "A"]
+    assert stream("byte_level", [f0, 1], skip=True) == [BROKEN, ""]
+    detokenizer = new_detokenizer(toys.vocabulary("byte_level"), skip_special_tokens=True)
+    assert [list(detokenizer.push(i)) for i in (f0, f0, x9f, a)] == [[], [BROKEN], [], ["", BROKEN, "A"]]
+    assert stream("byte_level", [of_byte[0xED], of_byte[0xA0], a], skip=True) == [BROKEN, BROKEN, "A"]
+
+
 def test_byte_pieces_belong_to_the_id_that_completes_the_character() -> None:
     vocabulary = toys.vocabulary("llama2")
     ids = [vocabulary.pieces.index(f"<0x{byte:02X}>") for byte in "🔥é".encode()]

@@ -25,6 +25,7 @@ from services.gateway.request import (
 from services.gateway.rest.chat_documents import Chat
 from services.gateway.rest.completion_documents import Completion
 from services.gateway.rest.documents import Head, Prompt, Shown
+from services.gateway.rest.shapes import CompletionLogprobs
 from tests.gateway import toys
 
 HEAD = Head("chatcmpl-1", 1_700_000_000, "toy")
@@ -247,3 +248,33 @@ def test_tokens_of_completions_may_be_spelled_as_ids() -> None:
     assert choice["logprobs"]["tokens"] == ["token_id:70", "token_id:71", "token_id:65"]
     assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.5]
     assert choice["logprobs"]["top_logprobs"] == [None, {"token_id:71": -0.5}, {"token_id:65": -0.5}]
+
+
+def test_the_tokens_of_an_echo_begin_where_their_text_does() -> None:
+    """As a prefix decoded tells, less the character that is not complete in it."""
+    vocabulary = toys.vocabulary("byte_level")
+    of_byte = {vocabulary.token_bytes(i): i for i in range(len(vocabulary))}
+    ids = [of_byte[bytes((byte,))] for byte in "é🔥".encode() + b"\xf0\x9fy\xe2"]
+    decode = toys.tokenizer("byte_level").decode
+    echo = decode(ids)
+    offsets = CompletionLogprobs(vocabulary, 0).of(Delta(0, 0, echo, ()), ids, positions(*ids))["text_offset"]
+    inside = (1, 3, 4, 5, 7)  # in a character that has begun
+    assert offsets == [len(decode(ids[:i])) - (i in inside) for i in range(len(ids))]
+    assert offsets == [0, 0, 1, 1, 1, 1, 2, 2, 3, 4]
+
+
+def test_special_tokens_that_an_echo_leaves_out_take_no_room_in_it() -> None:
+    begin, end = toys.ids("marked", "".join(toys.SPECIALS))
+    text = toys.ids("marked", "the 🔥")
+    for echo, ids, starts in (
+        ("the 🔥", (begin, *text), [0, 0]),
+        ("the 🔥", (begin, *text, end), [0, 0]),
+        ("<|im_end|>the 🔥", (begin, end, *text), [0, 0, 10]),
+        ("<|im_start|>the 🔥", (begin, begin, *text), [0, 12, 12]),
+    ):
+        columns = CompletionLogprobs(toys.vocabulary("marked"), 0)
+        delta = Delta(0, 0, f"{echo}!", (33,), positions(33), texts=("!",))
+        offsets = columns.of(delta, ids, positions(*ids))["text_offset"]
+        assert offsets[: len(starts)] == starts
+        assert offsets[-1] == len(echo)
+        assert columns.of(Delta(0, 1, "?", (34,), positions(34), texts=("?",)))["text_offset"] == [len(echo) + 1]

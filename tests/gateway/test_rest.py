@@ -178,6 +178,27 @@ async def test_completion_logprobs_and_their_offsets() -> None:
         assert own[-1]["top_logprobs"][-1] == {"l": -0.5, "m": -1.0}
 
 
+async def test_offsets_say_where_the_text_of_a_token_begins() -> None:
+    """Inside a character of several tokens it begins where the character does; after a broken one behind that."""
+    output = list(b"a\xf0\x9f\x94\xa5b\xf0\x9fc\xf0")
+    text, starts = "a🔥b\ufffdc\ufffd", [0, 1, 1, 1, 1, 2, 3, 3, 4, 5, 6]  # and the model's end
+    async with gateway_stack(FakeEngine(script=lambda *_: output)) as s:
+        for per_step in (1, 3, 11):
+            s.engine.per_step = per_step
+            for fields, echo in (
+                ({"prompt": "x"}, ""),
+                ({"prompt": "x🔥", "echo": True}, "x🔥"),
+                ({"prompt": list(b"x\xf0\x9f\x94\xa5\xf0y\xe2"), "echo": True}, "x🔥\ufffdy\ufffd"),
+            ):
+                body = {**fields, "logprobs": 0, "max_tokens": 20}
+                (choice,) = (await s.http.post("/v1/completions", json=body)).json()["choices"]
+                assert choice["text"] == echo + text
+                assert choice["logprobs"]["text_offset"] == [len(echo) + start for start in starts]
+                chunks = await events(s, "/v1/completions", body)
+                offsets = [at for chunk in chunks for at in chunk["choices"][0]["logprobs"]["text_offset"]]
+                assert offsets == choice["logprobs"]["text_offset"]
+
+
 async def test_fields_reach_the_engine() -> None:
     async with gateway_stack() as s:
         await s.openai.chat.completions.create(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from services.gateway.detokenize import new_detokenizer
@@ -122,21 +122,28 @@ class CompletionLogprobs:
     def of(self, delta: Delta, echoed: Sequence[int] = (), echoed_positions: Sequence[Position] = ()) -> Json:
         """The entries of a delta; of the prompt's tokens before it where it echoes them."""
         entries = _Columns()
-        start = self._offset
-        for token_id, text, position in zip(echoed, self._texts(echoed), echoed_positions, strict=False):
-            self._add(entries, token_id, text, position)
-        self._offset = start + len(delta.text) - sum(len(text) for text in delta.texts)
+        end = self._offset + len(delta.text)
+        own = end - sum(len(text) for text in delta.texts)  # where the text of its tokens begins, after the echo
+        if echoed:
+            texts = self._echoed(echoed, delta.text[: own - self._offset])
+            for token_id, text, position in zip(echoed, texts, echoed_positions, strict=False):
+                self._add(entries, token_id, text, position)
+        self._offset = own
         for token_id, text, position in zip(delta.token_ids, delta.texts, delta.logprobs, strict=False):
             self._add(entries, token_id, text, position)
-        self._offset = start + len(delta.text)
+        self._offset = end
         return entries.json(self._top)
 
-    def _texts(self, ids: Sequence[int]) -> list[str]:
-        if not ids:
-            return []
+    def _echoed(self, ids: Sequence[int], echo: str) -> Iterator[str]:
+        """What each token of a prompt has of its echo, in which special ones may be left out."""
         detokenizer = new_detokenizer(self._vocabulary, skip_special_tokens=False)
         texts = [text for token_id in ids for text in detokenizer.push(token_id)]
-        return [*texts, *detokenizer.finish()]
+        at = 0
+        for token_id, text in zip(ids, [*texts, *detokenizer.finish()], strict=True):
+            shown = echo.startswith(text, at) or token_id not in self._vocabulary.special_ids
+            part = text[: len(echo) - at] if shown else ""
+            at += len(part)
+            yield part
 
     def _add(self, entries: _Columns, token_id: int, text: str, position: Position) -> None:
         entries.tokens.append(self._name(token_id))

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from services.common.errors import TriptychError, Unavailable, internal
+from services.common.errors import InvalidArgument, TriptychError, Unavailable, internal
 from services.gateway.constraints.parts import spelled
 from services.gateway.pipeline import ChoicePipeline
 from services.gateway.request import (
@@ -68,6 +68,7 @@ class Generation:
         self._on_finish = on_finish
         self._interval = shown.stream_interval
         self._constraint = spec.sampling.constraint
+        self._forbids = spec.forbids
         matcher = StopMatcher(spec.text.stop) if spec.text.stop else None
         self._pipelines = [
             ChoicePipeline(
@@ -110,7 +111,7 @@ class Generation:
             if self._running:
                 await self._stream.feed(on_events)
         except TriptychError as error:
-            raise spelled(error, self._constraint) from error
+            raise self._spelled(error) from error
 
     async def whole(self) -> list[Delta]:
         """One delta per choice, when all have ended."""
@@ -144,7 +145,13 @@ class Generation:
         try:
             return await self._stream.receive()
         except TriptychError as error:
-            raise spelled(error, self._constraint) from error
+            raise self._spelled(error) from error
+
+    def _spelled(self, error: TriptychError) -> TriptychError:
+        """The engine's error, with the field at fault as the client spells it."""
+        if error.field == "sampling" and self._forbids is not None:
+            return InvalidArgument(f"{self._forbids}: {error.message}", field=self._forbids, reason=error.reason)
+        return spelled(error, self._constraint)
 
     def _apply(self, events: Sequence[EngineEvent]) -> Sequence[int]:
         """Takes events in; gives the choices that they concern, in order of their first event."""

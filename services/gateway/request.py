@@ -149,6 +149,7 @@ class GenerateSpec:
     traceparent: str | None = None
     pooling: Literal["mean", "last"] | None = None  # a vector is wanted instead of tokens
     labels: Mapping[str, str] = field(default_factory=dict)  # the client's own words, for the log
+    forbids: str | None = None  # the field that leaves fewest tokens to sample, as the client spells it
 
 
 class TokenLogprob(NamedTuple):

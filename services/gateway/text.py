@@ -36,6 +36,7 @@ from services.gateway.validate import (
     ModelFacts,
     check_ids,
     check_prompt,
+    forbidding,
     labels,
     prompt_field,
     read_prompts,
@@ -226,6 +227,9 @@ class ModelText:
         flat = caller.api is Api.RESPONSES
         tools = read_tools(asked.tools, field=caller.spell("tools"), flat=flat)
         choice = read_tool_choice(asked.tool_choice, tools, field=caller.spell("tool_choice"), flat=flat)
+        if asked.parallel_tool_calls is False and not tools and not flat:  # a response shows it as it was said
+            field = caller.spell("parallel_tool_calls")
+            raise InvalidArgument(f"{field}: only allowed together with tools", field=field)
         shown = () if choice.mode == "none" else tools
         rendered = await self._prompts.conversation(asked, caller, messages, shown)
         continued = messages[-1].text if asked.continue_final_message else ""
@@ -310,6 +314,7 @@ class ModelText:
             deadline_ms=envelope.deadline_ms,
             traceparent=envelope.traceparent,
             labels=labels(asked),
+            forbids=forbidding(asked, caller, constraint),
         )
         return Job(spec, response_options(asked, sampling, caller), prompt.echo)
 

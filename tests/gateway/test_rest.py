@@ -218,6 +218,10 @@ async def test_fields_reach_the_engine() -> None:
         assert [(entry.token_id, entry.bias) for entry in got.logit_bias] == [(65, -100.0)]
         assert (submit.priority, submit.cache_salt, submit.request_id) == (-3, "s", "mine")
         assert submit.traceparent.startswith(f"00-{'a' * 32}-")
+        named = {"messages": CHAT, "request_id": "ours"}
+        answer = await s.http.post("/v1/chat/completions", json=named, headers={"x-request-id": "mine"})
+        assert (answer.json()["id"], answer.headers["x-request-id"]) == ("chatcmpl-ours", "mine")
+        assert s.engine.submits[-1].request_id == "ours"
 
 
 async def test_a_stop_string_ends_the_choice_at_the_engine() -> None:

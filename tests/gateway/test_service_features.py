@@ -396,13 +396,17 @@ WRONG: list[tuple[Request, str]] = [
     (Request(messages=told("x"), tools_json="["), "tools_json"),
     (Request(messages=told("x"), tools_json="{}"), "tools_json"),
     (Request(messages=told("x"), tools_json='[{"type": "function"}]'), "tools_json[0].function"),
-    (Request(messages=told("x"), tools_json=r'[{"type": "\ud800"}]'), "tools_json"),
+    (Request(messages=told("x"), tools_json=r'[{"type": "\ud800"}]'), "tools_json[0].type"),
+    (Request(messages=told("x"), tools_json='[{"type": "function", "type": "function"}]'), "tools_json[0].type"),
     (Request(messages=told("x"), tool_choice="required"), "tool_choice"),
     (Request(messages=told("x"), tools_json=TOOLS, tool_choice="sometimes"), "tool_choice"),
     (Request(messages=told("x"), tools_json=TOOLS, tool_choice="7"), "tool_choice"),
+    (Request(messages=told("x"), tools_json=TOOLS, tool_choice='{"type": "function"'), "tool_choice"),
+    (Request(messages=told("x"), parallel_tool_calls=False), "parallel_tool_calls"),
+    (Request(messages=told("x"), sampling=Sampling(n=0)), "sampling.n"),
     (Request(messages=told("x"), reasoning_effort="huge"), "reasoning_effort"),
     (Request(messages=told("x"), chat_template_kwargs_json="[]"), "chat_template_kwargs_json"),
-    (Request(messages=told("x"), chat_template_kwargs_json='{"x": NaN}'), "chat_template_kwargs_json"),
+    (Request(messages=told("x"), chat_template_kwargs_json='{"x": NaN}'), "chat_template_kwargs_json.x"),
     (Request(messages=told("x"), chat_template_kwargs_json='{"tools": 1}'), "chat_template_kwargs_json.tools"),
     (Request(messages=told("x"), documents_json="[1]"), "documents_json"),
     (Request(messages=told("x"), chat_template="{% x %}"), "chat_template"),
@@ -415,6 +419,15 @@ WRONG: list[tuple[Request, str]] = [
     (Request(messages=[user("x")] * 8193), "messages"),
     (Request(messages=[gateway_pb2.ChatMessage(role="user")]), "messages[0].content"),
     (Request(messages=[gateway_pb2.ChatMessage(content=[Part(text="x")])]), "messages[0].role"),
+    *(
+        (Request(messages=[user("x"), gateway_pb2.ChatMessage(role=role, content=[Part(text="x")], **more)]), place)
+        for role, more, place in (
+            ("tool", {}, "messages[1].tool_call_id"),
+            ("user", {"tool_call_id": "c1"}, "messages[1].tool_call_id"),
+            ("user", {"tool_calls": [gateway_pb2.ToolCall(name="f")]}, "messages[1].tool_calls"),
+            ("system", {"reasoning_content": "hm"}, "messages[1].reasoning_content"),
+        )
+    ),
     (
         Request(
             messages=[
@@ -433,6 +446,12 @@ async def test_what_is_wrong_is_named_as_the_contract_spells_it(s: Stack, reques
     assert isinstance(error, InvalidArgument)
     assert error.field == place, error.message
     assert len(s.engine.submits) == before
+
+
+async def test_a_word_that_is_no_tool_choice_is_told_those_that_are(s: Stack) -> None:
+    error = await refused(s, Request(messages=told("x"), tools_json=TOOLS, tool_choice="sometimes"))
+    assert error.message.startswith('tool_choice: must be "none", "auto", "required" or {"type": "function"')
+    assert error.message.endswith("not 'sometimes'")
 
 
 async def test_a_prompt_may_be_constrained_and_cut_too(s: Stack) -> None:

@@ -279,6 +279,19 @@ PAIRS: dict[str, tuple[dict[str, Any], Request]] = {
         {"messages": say(CALLS), "tools": [WEATHER, TIME], "max_tokens": 60},
         Request(messages=told(CALLS), tools_json=TOOLS, sampling=Sampling(max_tokens=60)),
     ),
+    "a call that a stop string cuts": (
+        {"messages": say(CALLS), "tools": [WEATHER, TIME], "stop": ['"unit']},
+        Request(messages=told(CALLS), tools_json=TOOLS, sampling=Sampling(stop=['"unit'])),
+    ),
+    "a call that must be made and is cut": (
+        {"messages": say(call("get_time")), "tools": [WEATHER, TIME], "tool_choice": NAMED, "max_tokens": 20},
+        Request(
+            messages=told(call("get_time")),
+            tools_json=TOOLS,
+            tool_choice=json.dumps(NAMED),
+            sampling=Sampling(max_tokens=20),
+        ),
+    ),
     "reasoning": ({"messages": say(THOUGHT)}, Request(messages=told(THOUGHT))),
     "reasoning that is not shown": (
         {"messages": say(THOUGHT), "include_reasoning": False},
@@ -346,6 +359,12 @@ async def test_features_do_what_they_say(s: Stack) -> None:
     assert [name for name, _ in said.calls] == ["get_weather"]
     said = (await over_grpc(s, PAIRS["a call that is cut"][1], stream=True))[0][0]
     assert said.finish == "length"
+    said = (await over_grpc(s, PAIRS["a call that a stop string cuts"][1], stream=True))[0][0]
+    assert (said.finish, said.stop) == ("stop", '"unit')
+    assert said.calls[0][1].endswith(", ")
+    assert len(said.calls) == 1
+    said = (await over_grpc(s, PAIRS["a call that must be made and is cut"][1], stream=True))[0][0]
+    assert (said.finish, said.content, said.calls) == ("length", "", [])
     said = (await over_grpc(s, PAIRS["reasoning"][1], stream=True))[0][0]
     assert (said.content, said.reasoning) == ("It is noon.", "let me see 🔥")
     said = (await over_grpc(s, PAIRS["reasoning that is not shown"][1], stream=True))[0][0]

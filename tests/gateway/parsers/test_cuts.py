@@ -144,11 +144,18 @@ def check_anything(data: st.DataObject) -> None:
         kept_ids=tokens.special,
         reasoning=data.draw(st.sampled_from([None, THINK, ReasoningOptions("<think>", "</think>", inside=True)])),
         tools=data.draw(
-            st.none() | st.builds(tools, st.sampled_from(sorted(TOOL_FORMATS)), parallel=st.booleans()),
+            st.none()
+            | st.builds(tools, st.sampled_from(sorted(TOOL_FORMATS)), parallel=st.booleans(), forced=st.booleans()),
         ),
     )
     finish = data.draw(st.sampled_from([FinishReason.EOS, FinishReason.LENGTH, FinishReason.STOP_ID]))
     told = check_cuts(data, tokens, options, finish)
+    assert told.finish is not None
+    stopped = told.finish.stop_string is not None or told.finish.stop_token_id is not None
+    if stopped:  # by the client, and a call that it cut is not whole
+        whole = bool(told.answer.calls) and not told.call_cut
+        assert (told.finish.reason is FinishReason.TOOL_CALLS) == whole
+    assert told.answer.calls or not told.call_cut
     if options.skip_special_tokens and marks:
         shown = (told.answer.content, told.answer.reasoning, *(arguments for _, arguments in told.answer.calls))
         assert not any(mark in text for mark in marks for text in shown), "special tokens are left out"

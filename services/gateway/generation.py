@@ -96,7 +96,7 @@ class Generation:
         What queued up while the reader was busy is merged.
         """
         while self._running:
-            if deltas := self._take_due(self._apply(await self._receive())):
+            if deltas := self._take(self._apply(await self._receive())):
                 return deltas
         return []
 
@@ -104,7 +104,7 @@ class Generation:
         """What `read` would give, handed to `take` as it comes, until `take` wants no more or all have ended."""
 
         def on_events(events: Sequence[EngineEvent]) -> bool:
-            deltas = self._take_due(self._apply(events))
+            deltas = self._take(self._apply(events))
             return (not deltas or take(deltas)) and bool(self._running)
 
         try:
@@ -185,17 +185,17 @@ class Generation:
         if not event.finish:
             self._stream.abort(event.choice, FinishReason.STOP_STRING, pipeline.kept_tokens)
 
-    def _take_due(self, choices: Sequence[int]) -> list[Delta]:
-        return self._take(choices if self._interval == 1 else [choice for choice in choices if self._is_due(choice)])
-
     def _is_due(self, choice: int) -> bool:
         """Whether a delta may come now: the first and the last at once, the others with enough tokens."""
         pipeline = self._pipelines[choice]
         return choice not in self._begun or pipeline.finish is not None or pipeline.ready_tokens >= self._interval
 
     def _take(self, choices: Sequence[int]) -> list[Delta]:
+        """A delta of each of these choices that is due and has something to tell."""
         deltas, usage = [], self.usage
         for choice in choices:
+            if self._interval > 1 and not self._is_due(choice):
+                continue
             delta = self._pipelines[choice].take()
             if delta is not None:
                 self._begun.add(choice)

@@ -33,7 +33,7 @@ AbortSender = Callable[["EngineRequest", FinishReason, int | None, int | None], 
 """Tells the engine: (request, reason, the one choice or None for all, tokens that are kept)."""
 
 
-_TOLD = 32
+_TOLD = 64
 """Readers that are told in one turn of the loop."""
 
 
@@ -178,7 +178,8 @@ class EngineRequest:
             choice.finish = finish
             self.unfinished -= 1
         self._ready[index] = choice
-        self._wake()
+        if not self._queued:
+            self._wake()
 
     def take_started(self, cached_tokens: int) -> None:
         """The request ran for the first time; after a replay that is no news."""

@@ -332,6 +332,11 @@ class Caller:
         """A field as the client knows it."""
         return self.within + (_GRPC_NAMES.get(name, self.prefix + name) if self.prefix else name)
 
+    @property
+    def turns(self) -> str:
+        """The conversation as the client knows it."""
+        return "input" if self.api is Api.RESPONSES else f"{self.within}messages"
+
 
 def accepted(api: Api) -> dict[str, Field]:
     """The rows that a call accepts, by name."""

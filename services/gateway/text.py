@@ -221,7 +221,7 @@ class ModelText:
     async def _talk(self, request: _Request, messages: Sequence[Message]) -> Job:
         asked, caller = request.asked, request.caller
         if not messages:
-            raise wrong("messages", "at least one message", [])
+            raise wrong(caller.turns, "at least one message", [])
         if asked.echo and not asked.continue_final_message:
             raise InvalidArgument("echo: needs continue_final_message to be true", field="echo")
         flat = caller.api is Api.RESPONSES
@@ -234,7 +234,7 @@ class ModelText:
         rendered = await self._prompts.conversation(asked, caller, messages, shown)
         continued = messages[-1].text if asked.continue_final_message else ""
         text = self._answer(request, rendered, continued, self._tools(request, rendered, shown, choice))
-        prompt = _Prompt(rendered.ids, "messages", continued if asked.echo else "")
+        prompt = _Prompt(rendered.ids, caller.turns, continued if asked.echo else "")
         calls = self._calls(request, text.tools, tools, choice)
         around = Surroundings(text.reasoning, self.vocabulary, () if calls is None else calls.marks)
         constraint = await self._constraints.build(asked, caller, calls=calls, around=around)

@@ -360,6 +360,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": "x", "truncation": "auto"}, "truncation"),
     ({"input": "x", "n": 2}, "n"),
     ({"input": "x", "messages": []}, "messages"),
+    ({"input": "x" * 600}, "input"),
     ({"input": "x", "include": ["reasoning.encrypted_content"]}, "include"),
     ({"input": "x", "top_logprobs": 2}, "top_logprobs"),
     ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),

@@ -604,6 +604,16 @@ async def test_the_way_over_ids_gives_the_same_as_the_direct_one(s: Stack, kept:
             gateway_pb2.TokenizeMessages(messages=[gateway_pb2.ChatMessage(role="user")]),
             "messages.messages[0].content",
         ),
+        (
+            gateway_pb2.TokenizeMessages(
+                messages=[user("x"), gateway_pb2.ChatMessage(role="robot", content=[Part(text="x")])]
+            ),
+            "messages.messages[1].role",
+        ),
+        (
+            gateway_pb2.TokenizeMessages(messages=told("x"), add_generation_prompt=True, continue_final_message=True),
+            "messages.continue_final_message",
+        ),
     ],
 )
 async def test_what_cannot_be_tokenized_is_named(s: Stack, turns: gateway_pb2.TokenizeMessages, place: str) -> None:

@@ -196,9 +196,9 @@ def positions(*ids: int) -> tuple[Position, ...]:
 
 def test_logprobs_stand_beside_reasoning_text_and_calls_alike() -> None:
     deltas = [
-        Delta(0, 0, "", (65,), positions(65), reasoning="a"),
-        Delta(0, 1, "b", (66,), positions(66)),
-        Delta(0, 2, "", (67, 68), positions(67, 68), tool_calls=(piece(0, "{}", "f"),)),
+        Delta(0, 0, "", (65,), positions(65), reasoning="`", written=("`",)),
+        Delta(0, 1, "a", (66,), positions(66), texts=("a",), written=("a",)),
+        Delta(0, 2, "", (67, 68), positions(67, 68), tool_calls=(piece(0, "{}", "f"),), written=("b", "c")),
         Delta(0, 4, "", (69,), positions(69), finish=CALLS),
     ]
     chunks = streamed(Chat(HEAD, shown(top_logprobs=2, tokens_as_ids=True, return_token_ids=True), NOTHING, 1), deltas)
@@ -208,6 +208,7 @@ def test_logprobs_stand_beside_reasoning_text_and_calls_alike() -> None:
     assert [entry["token"] for entry in entries] == [f"token_id:{token}" for token in (65, 66, 67, 68, 69)]
     assert [top["logprob"] for top in entries[0]["top_logprobs"]] == [-0.5, -9999.0]
     assert entries[0]["bytes"] == list(toys.vocabulary("byte_level").token_bytes(65))
+    assert [bytes(entry["bytes"]).decode() for entry in entries] == ["`", "a", "b", "c", ""], "the last ends the answer"
     assert chunks[0]["choices"] == []
     assert chunks[0]["prompt_token_ids"] == []
 

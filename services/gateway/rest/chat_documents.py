@@ -106,7 +106,7 @@ class Chat:
         return message
 
     def _beside(self, delta: Delta) -> Json:
-        beside: Json = {"logprobs": None if self._logprobs is None else self._logprobs.of(delta.logprobs)}
+        beside: Json = {"logprobs": None if self._logprobs is None else self._logprobs.of(delta)}
         if self._shown.options.return_token_ids:
             beside["token_ids"] = delta.token_ids
         return beside

@@ -33,8 +33,9 @@ AbortSender = Callable[["EngineRequest", FinishReason, int | None, int | None], 
 """Tells the engine: (request, reason, the one choice or None for all, tokens that are kept)."""
 
 
-_TOLD = 64
-"""Readers that are told in one turn of the loop."""
+_TOLD = 32
+"""Readers that are told in one turn of the loop. With twice as many, 256 streams were all told before the router
+had the next step: nothing was merged, and half as many tokens went through (measured: 22,000 instead of 35,000/s)."""
 
 
 class Turns:

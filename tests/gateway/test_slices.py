@@ -126,24 +126,24 @@ def give(live: list[EngineRequest], step: int, finish: FinishReason = FinishReas
 
 
 async def test_who_waits_for_a_turn_gets_what_came_meanwhile_at_once() -> None:
-    told: list[list[tuple[int, ...]]] = [[] for _ in range(200)]
+    told: list[list[tuple[int, ...]]] = [[] for _ in range(100)]
 
     def take(number: int, events: Sequence[EngineEvent]) -> bool:
         told[number] += [event.token_ids for event in events if isinstance(event, ChoiceTokens)]
         return True
 
-    live, tasks = await fed(200, take)
+    live, tasks = await fed(100, take)
     for _ in range(20):
         await asyncio.sleep(0)
     give(live, 0)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    early = [number for number in range(200) if told[number]]
-    assert 0 < len(early) < 200
+    early = [number for number in range(100) if told[number]]
+    assert 0 < len(early) < 100
     give(live, 1)
     for _ in range(20):
         await asyncio.sleep(0)
-    assert all(told[number] == ([(0,), (1,)] if number in early else [(0, 1)]) for number in range(200))
+    assert all(told[number] == ([(0,), (1,)] if number in early else [(0, 1)]) for number in range(100))
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -7,17 +7,21 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.lib.streaming._deltas import accumulate_delta
 
 from services.common.errors import Unavailable
+from services.gateway.pipeline import ChoicePipeline
 from services.gateway.request import (
+    ChoiceTokens,
     Delta,
     Finish,
     FinishReason,
     Position,
     ResponseOptions,
+    TextOptions,
     TokenLogprob,
     ToolCallDelta,
     Usage,
@@ -25,7 +29,8 @@ from services.gateway.request import (
 from services.gateway.rest.chat_documents import Chat
 from services.gateway.rest.completion_documents import Completion
 from services.gateway.rest.documents import Head, Prompt, Shown
-from services.gateway.rest.shapes import CompletionLogprobs
+from services.gateway.rest.shapes import ChatLogprobs, CompletionLogprobs
+from services.gateway.stops import StopMatcher
 from tests.gateway import toys
 
 HEAD = Head("chatcmpl-1", 1_700_000_000, "toy")
@@ -262,6 +267,39 @@ def test_the_tokens_of_an_echo_begin_where_their_text_does() -> None:
     inside = (1, 3, 4, 5, 7)  # in a character that has begun
     assert offsets == [len(decode(ids[:i])) - (i in inside) for i in range(len(ids))]
     assert offsets == [0, 0, 1, 1, 1, 1, 2, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama2", "metaspace"])
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_bytes_of_tokens_are_the_text_wherever_it_is_cut(kind: str, data: st.DataObject) -> None:
+    """Random tokens, many of them pieces of characters, with stop strings, dealt out in any way."""
+    vocabulary = toys.vocabulary(kind)
+    pieces = [toys.ids(kind, text) for text in ("🔥", "é", " a", "ab", "日")]
+    runs = data.draw(st.lists(st.one_of(st.sampled_from(pieces), st.tuples(st.integers(0, len(vocabulary) - 1)))))
+    ids = tuple(token_id for run in runs for token_id in run)
+    options = TextOptions(
+        stop=data.draw(st.sampled_from([(), ("b",), ("é", "🔥"), (" a",)])),
+        include_stop=data.draw(st.booleans()),
+        skip_special_tokens=data.draw(st.booleans()),
+    )
+    end = data.draw(st.sampled_from([FinishReason.EOS, FinishReason.LENGTH, FinishReason.STOP_ID]))
+    told = []
+    for cuts in (data.draw(CUTS), []):
+        matcher = StopMatcher(options.stop) if options.stop else None
+        pipeline = ChoicePipeline(0, vocabulary, options, matcher=matcher, needs_tokens=True)
+        logprobs = ChatLogprobs(vocabulary, 0, options.skip_special_tokens)
+        bounds = sorted({0, *(cut % max(len(ids), 1) for cut in cuts)})
+        entries, text = [], ""
+        for start, stop in itertools.pairwise([*bounds, len(ids)]):
+            finish = end if start == bounds[-1] else FinishReason.NONE
+            pipeline.push(ChoiceTokens(0, start, ids[start:stop], finish, positions(*ids[start:stop])))
+            if (delta := pipeline.take()) is not None:
+                text += delta.text
+                entries += logprobs.of(delta)["content"]
+        assert b"".join(bytes(entry["bytes"]) for entry in entries) == text.encode()
+        told.append(entries)
+    assert told[0] == told[1]
 
 
 def test_special_tokens_that_an_echo_leaves_out_take_no_room_in_it() -> None:

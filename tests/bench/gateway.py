@@ -7,9 +7,10 @@ python -m tests.bench.gateway [stream] [max] [bodies] [--gateways N] [--simulate
              tokens that wait are merged into one delta, and `tokens_per_chunk` says how many
     bodies   `stream`, with chats of 50 kB beside it: the gaps of the others, with and without
 
-The engine is a process that only deals out tokens, one for each gateway; with --simulated it is the real one with a simulated
-worker. Client, engine and gateway are processes of their own and share this machine, also with whatever
-else runs on it: figures are medians of the runs. Prints a table, then one line of JSON per row.
+The engine is a process that only deals out tokens, one for each gateway; with --simulated it is the real
+one with a simulated worker. Client, engine and gateway are processes of their own and share this machine,
+also with whatever else runs on it: figures are medians of the runs. Prints a table, then one line of JSON
+per row.
 """
 
 from __future__ import annotations

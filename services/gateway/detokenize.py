@@ -218,7 +218,7 @@ class ShownBytes:
             shares.append(b"" if token_id in self._skipped else self._vocabulary.token_bytes(token_id))
             own, shown = own + shares[-1], shown + text
             whole, rest = _decode(own)
-            if not rest or (last and end == len(texts)):
+            if not rest or whole != shown or (last and end == len(texts)):
                 if rest or whole != shown or whole.encode() != own:
                     shares[start:] = [part.encode() for part in texts[start:end]]
                 start, (own, shown) = end, _NOTHING

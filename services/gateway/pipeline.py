@@ -106,10 +106,13 @@ class ChoicePipeline:
         for token_id in ids[:-1] if silent else ids:
             self._received += 1
             self._unreleased.append(token_id)
-            for text in self._detokenize(token_id):
-                if unread:
+            texts = self._detokenize(token_id)
+            if unread:
+                for text in texts:
                     self._ready.append((self._unreleased.popleft(), text))
-                elif self._accept(Span(self._unreleased.popleft(), text)):
+                continue
+            for left, text in enumerate(texts, 1 - len(texts)):
+                if self._accept(Span(self._unreleased.popleft(), text), more=left < 0 and not text):
                     return
         if tokens.finish:
             self._end(tokens.finish, ids[-1:], silent)
@@ -154,8 +157,11 @@ class ChoicePipeline:
         """Whether the last id ends the text without being part of it."""
         return finish is FinishReason.EOS or (finish is FinishReason.STOP_ID and not self._include_stop)
 
-    def _accept(self, span: Span) -> bool:
-        """Takes the next span; tells whether the text ended there: by a stop string, or after the last call."""
+    def _accept(self, span: Span, *, more: bool = False) -> bool:
+        """Takes the next span; tells whether the text ended there: by a stop string, or after the last call.
+
+        With `more` it is a piece of a character that is there already: what becomes of both is decided at once.
+        """
         if self._scanner is None:
             if self._answer is None:
                 self._ready.append(span)
@@ -163,7 +169,7 @@ class ChoicePipeline:
             return self._release((span,))
         match = self._scanner.push(span)
         if match is None:
-            return self._release(self._scanner.released())
+            return not more and self._release(self._scanner.released())
         if not self._release(self._scanner.cut(match)):
             self._finish(Finish(FinishReason.STOP_STRING, stop_string=match.stop))
         self._received = self._emitted + len(self._ready)

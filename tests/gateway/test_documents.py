@@ -302,6 +302,37 @@ def test_bytes_of_tokens_are_the_text_wherever_it_is_cut(kind: str, data: st.Dat
     assert told[0] == told[1]
 
 
+def test_pieces_of_a_character_that_may_begin_a_stop_string_wait_with_it() -> None:
+    vocabulary = toys.vocabulary("byte_level")
+    of_byte = {vocabulary.token_bytes(i): i for i in range(len(vocabulary))}
+    for last, text in (("b", "a"), ("c", "a🔥c")):
+        ids = tuple(of_byte[bytes((byte,))] for byte in f"a🔥{last}".encode())
+        options = TextOptions(stop=("🔥b",))
+        pipeline = ChoicePipeline(0, vocabulary, options, matcher=StopMatcher(options.stop), needs_tokens=True)
+        logprobs = ChatLogprobs(vocabulary, 0, True)
+        told = []
+        for start, end, finish in ((0, 5, FinishReason.NONE), (5, 6, FinishReason.LENGTH)):
+            pipeline.push(ChoiceTokens(0, start, ids[start:end], finish, positions(*ids[start:end])))
+            delta = pipeline.take()
+            assert delta is not None
+            told.append((delta.text, delta.token_ids, [bytes(e["bytes"]) for e in logprobs.of(delta)["content"]]))
+        assert told[0] == ("a", ids[:1], [b"a"])
+        assert "".join(part for part, _, _ in told) == text
+        assert b"".join(data for _, _, own in told for data in own) == text.encode()
+        assert told[1][1] == ids[1:]
+
+
+def test_a_broken_character_has_its_bytes_before_the_next_one_is_complete() -> None:
+    vocabulary = toys.vocabulary("byte_level")
+    of_byte = {vocabulary.token_bytes(i): i for i in range(len(vocabulary))}
+    ids = [of_byte[bytes((byte,))] for byte in b"\xc2\xe6\x97\xa5"]
+    logprobs = ChatLogprobs(vocabulary, 0, True)
+    first = logprobs.of(Delta(0, 0, "\ufffd", (ids[0],), positions(ids[0]), texts=("\ufffd",)))
+    rest = logprobs.of(Delta(0, 1, "日", tuple(ids[1:]), positions(*ids[1:]), texts=("", "", "日")))
+    assert [entry["bytes"] for entry in first["content"]] == [[0xEF, 0xBF, 0xBD]]
+    assert [entry["bytes"] for entry in rest["content"]] == [[0xE6], [0x97], [0xA5]]
+
+
 def test_special_tokens_that_an_echo_leaves_out_take_no_room_in_it() -> None:
     begin, end = toys.ids("marked", "".join(toys.SPECIALS))
     text = toys.ids("marked", "the 🔥")

@@ -140,9 +140,10 @@ ANSWERS = (
 
 def deltas_of(text: str, cuts: Sequence[int], takes: Sequence[bool], finish: FinishReason) -> list[Delta]:
     """What the pipeline gives for a text whose tokens come in pieces, taken after some of them."""
-    ids = toys.ids("byte_level", text)
+    ends = (1,) if finish in (FinishReason.EOS, FinishReason.STOP_ID) else ()  # comes with the finish
+    ids = toys.ids("byte_level", text) + ends
     pipeline = ChoicePipeline(0, toys.vocabulary("byte_level"), OPTIONS, needs_tokens=True)
-    bounds = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
+    bounds = [0, *sorted(cut % (len(ids) + 1 - len(ends)) for cut in cuts), len(ids)]
     deltas = []
     for i, (start, end) in enumerate(itertools.pairwise(bounds)):
         last = i == len(bounds) - 2

@@ -1,7 +1,7 @@
 """Stop strings over a stream of (token, text): hold back what may become a match, cut at a match.
 
-Knows nothing of ids' meaning or of requests. The output ends with the first token that completes a
-match; of the matches complete by then the one that begins first in the text wins.
+Knows nothing of ids' meaning or of requests. The match that ends first in the text counts, of those
+that end together the longest: so how the text is cut into tokens does not matter.
 
     tokens    "The quick br" | "own" | " fox" | " jumps"        stop "own fox"
     released  "The quick br"                                    at once
@@ -109,16 +109,16 @@ class StopScanner:
         return self._scan(span.text)
 
     def _scan(self, text: str) -> StopMatch | None:
-        considered = self._tokens >= self._min_tokens
-        best: StopMatch | None = None
-        node, step = self._node, self._matcher.step
-        for end, char in enumerate(text, self._scanned + 1):
-            node = step(node, char)
-            if considered and node.match is not None and (best is None or end - len(node.match) < best.start):
-                best = StopMatch(node.match, end - len(node.match), end)
-        self._node = node
+        base = self._scanned
         self._scanned += len(text)
-        return best
+        considered = self._tokens >= self._min_tokens
+        node, step = self._node, self._matcher.step
+        for end, char in enumerate(text, base + 1):
+            node = step(node, char)
+            if considered and node.match is not None:
+                return StopMatch(node.match, end - len(node.match), end)
+        self._node = node
+        return None
 
     def released(self) -> Iterator[Span]:
         """Takes out the tokens that lie wholly before anything that may become a match.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,14 +31,14 @@ def oracle(stops: list[str], tokens: list[str], min_tokens: int, include_stop: b
     for count, token in enumerate(tokens, 1):
         before, text = len(text), text + token
         found = [
-            (at, len(stop), stop)
+            (at + len(stop), at, stop)
             for stop in stops
             for at in range(len(text))
             if text.startswith(stop, at) and at + len(stop) > before and count >= min_tokens
         ]
         if found:
-            at, length, stop = min(found)
-            return text[: at + length if include_stop else at], stop, count
+            end, at, stop = min(found)
+            return text[: end if include_stop else at], stop, count
     return text, None, len(tokens)
 
 
@@ -52,6 +54,19 @@ def test_equals_the_oracle(stops: list[str], tokens: list[str], min_tokens: int,
     assert "".join(released + rest) == text
     assert (None if match is None else match.stop) == stop
     assert len(released + rest) == count
+
+
+@settings(max_examples=300, deadline=None)
+@given(stop_strings, st.text(alphabet="abX", max_size=16), st.lists(st.integers(0, 16), max_size=6), st.booleans())
+def test_how_the_text_is_cut_into_tokens_does_not_matter(
+    stops: list[str], text: str, cuts: list[int], include_stop: bool
+) -> None:
+    bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    tokens = [text[start:end] for start, end in itertools.pairwise(bounds)]
+    released, rest, match = scan(stops, tokens, include_stop=include_stop)
+    whole_released, whole_rest, whole_match = scan(stops, [text], include_stop=include_stop)
+    assert "".join(released + rest) == "".join(whole_released + whole_rest)
+    assert match == whole_match
 
 
 @settings(max_examples=300, deadline=None)
@@ -83,7 +98,11 @@ def test_holds_back_what_may_become_a_match_and_nothing_else(stops: list[str], t
         (["Observation:"], ["Obs", "erv", "ation:"], "", "Observation:"),
         (["END."], ["th", "e E", "N"], "the EN", None),
         (["delta", "gamma"], ["x gamma delta"], "x ", "gamma"),
-        (["abcd", "bc"], ["abcd"], "", "abcd"),
+        (["abcd", "bc"], ["abcd"], "a", "bc"),
+        (["abcd", "bc"], ["a", "b", "c", "d"], "a", "bc"),
+        (["bc", "c", "abc"], ["xabc"], "x", "abc"),
+        (["fox", "o"], ["the", " fox", " jumps"], "the f", "o"),
+        (["fox", "o"], ["the f", "o", "x jumps"], "the f", "o"),
         (["aab"], ["a", "a", "a", "b"], "a", "aab"),
         (["日本"], ["今日", "本"], "今", "日本"),
     ],

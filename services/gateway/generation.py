@@ -79,6 +79,7 @@ class Generation:
                 min_tokens=spec.sampling.min_tokens,
                 needs_tokens=shown.needs_tokens,
                 echo=echo,
+                begins=None if self._constraint is None else self._constraint.begins,
             )
             for choice in range(spec.sampling.n)
         ]

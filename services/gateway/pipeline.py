@@ -9,6 +9,7 @@ logprobs ride with the text that they completed, and all are cut at the same tok
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -62,6 +63,7 @@ class ChoicePipeline:
         min_tokens: int = 0,
         needs_tokens: bool = False,
         echo: str = "",
+        begins: re.Pattern[str] | None = None,
     ) -> None:
         self.finish: Finish | None = None
         self._choice = choice
@@ -71,7 +73,7 @@ class ChoicePipeline:
         self._scanner = (
             StopScanner(matcher, min_tokens=min_tokens, include_stop=options.include_stop) if matcher else None
         )
-        self._answer = _Answer(vocabulary, options) if options.reasoning or options.tools else None
+        self._answer = _Answer(vocabulary, options, begins) if options.reasoning or options.tools else None
         self._needs_tokens = needs_tokens
         self._echo = echo
         self._received = 0
@@ -170,20 +172,25 @@ class ChoicePipeline:
         match = self._scanner.push(span)
         if match is None:
             return not more and self._release(self._scanner.released())
-        if not self._release(self._scanner.cut(match)):
+        if not self._release(self._scanner.cut(match), match.stop if self._include_stop else None):
             self._finish(Finish(FinishReason.STOP_STRING, stop_string=match.stop))
         self._received = self._emitted + len(self._ready)
         return True
 
-    def _release(self, spans: Iterable[Span]) -> bool:
-        """Takes spans that no stop string will cut; tells whether the answer ended there."""
+    def _release(self, spans: Iterable[Span], stop: str | None = None) -> bool:
+        """Takes spans that no stop string will cut; tells whether the answer ended there.
+
+        They end with `stop`, where one is given: it is named too if the answer ends with its last character.
+        """
         if self._answer is None:
             self._ready.extend(spans)
             return False
+        spans = iter(spans)
         for span in spans:
             self._answer.push(span)
             if self._answer.ended:
-                self._finish(Finish(FinishReason.TOOL_CALLS))
+                surplus = self._answer.surplus or next(spans, None) is not None
+                self._finish(Finish(FinishReason.TOOL_CALLS, stop_string=None if surplus else stop))
                 self._received = self._emitted + len(self._ready)
                 return True
         self._ready.extend(self._answer.released())
@@ -221,8 +228,8 @@ class _Answer:
 
     __slots__ = ("_marks", "_parser", "_pieces", "_reasoned", "_released", "_waiting", "_written")
 
-    def __init__(self, vocabulary: Vocabulary, options: TextOptions) -> None:
-        self._parser = AnswerParser(options.reasoning, options.tools)
+    def __init__(self, vocabulary: Vocabulary, options: TextOptions, begins: re.Pattern[str] | None) -> None:
+        self._parser = AnswerParser(options.reasoning, options.tools, begins)
         self._marks: Mapping[int, str] = {
             token_id: vocabulary.added_text(token_id)
             for token_id in options.kept_ids
@@ -244,6 +251,11 @@ class _Answer:
     def ended(self) -> bool:
         """Whether the answer is over, whatever would follow."""
         return self._parser.ended
+
+    @property
+    def surplus(self) -> bool:
+        """Whether the last span has text after the end of the answer."""
+        return self._parser.surplus
 
     @property
     def called(self) -> bool:

@@ -6,6 +6,7 @@ GenerateSpec ── router ──▶ engine ──▶ ChoiceTokens ── pipeli
 from __future__ import annotations
 
 import enum
+import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,13 +34,15 @@ class Constraint:
     """What the output must follow: the contract's Constraint. `text` is the schema, expression or grammar.
 
     It holds from the first token on, or once the ids `starts_after` have been seen in this order.
-    `place` is where the client said so, in its own spelling, for errors of the engine.
+    `place` is where the client said so, in its own spelling, for errors of the engine. What does not match
+    `begins` begins no answer; with None it may begin with anything.
     """
 
     kind: ConstraintKind
     text: str
     starts_after: tuple[int, ...] = ()
     place: str = ""
+    begins: re.Pattern[str] | None = None
 
 
 @dataclass(slots=True, frozen=True)

@@ -91,6 +91,18 @@ async def test_what_begins_a_call_that_must_come_is_no_content(choice: Any, stre
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_what_begins_a_call_is_no_content_where_the_answer_is_json_or_calls(stream: bool) -> None:
+    async with gateway_stack(obedient()) as s:
+        ask = {"messages": say(DONE), "stream": stream, "response_format": {"type": "json_object"}}
+        for tokens in (1, DONE.index("call>"), DONE.index('", "arg')):
+            assert await answer(s, max_tokens=tokens, **ask) == ("", [], "length")
+        assert await answer(s, stop="tool", **ask) == ("", [], "stop")
+        assert await answer(s, **ask) == ("", [CALLED], "tool_calls")
+        ask["messages"] = say('{"a": "<tool')
+        assert await answer(s, max_tokens=12, **ask) == ('{"a": "<tool', [], "length")
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_a_tool_that_is_named_is_called_once(stream: bool) -> None:
     two = f"{DONE}\n{DONE}"
     async with gateway_stack(obedient()) as s:

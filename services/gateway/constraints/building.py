@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -16,6 +18,9 @@ from services.gateway.request import Constraint
 
 LIMIT_S = 10.0
 """How long a request waits for its constraint."""
+
+_OBJECT = re.compile(r"[ \t\r\n]*(?:\{|\Z)")
+_JSON = re.compile(r"[ \t\r\n\[]*(?:[{\]\"tfn0-9-]|\Z)")
 
 
 class Constraints:
@@ -55,8 +60,19 @@ def build(asked: Asked, caller: Caller, calls: Calls | None, around: Surrounding
         error = complaint(constraint) if len(constraint.text) <= LONGEST else "the grammar that holds it is too long"
         if error is not None:
             raise refuse(place, error)
-        constraint = replace(constraint, place=place)
+        constraint = replace(constraint, place=place, begins=None if wanted is None else _begins(wanted))
     return constraint
+
+
+def _begins(wanted: Wanted) -> re.Pattern[str] | None:
+    """What the beginning of an answer matches, however short it is; None where that is not known."""
+    if wanted.kind == "json_object":
+        return _OBJECT
+    if wanted.kind != "json_schema":
+        return None
+    schema = json.loads(wanted.text)
+    root = schema["$defs"][schema["$ref"].removeprefix("#/$defs/")] if "$ref" in schema else schema
+    return _OBJECT if root.get("type") == "object" else _JSON
 
 
 def _place(wanted: Wanted | None, calls: Calls | None) -> str:

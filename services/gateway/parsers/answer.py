@@ -5,6 +5,7 @@ push(text) … ──▶ reader ──▶ reasoning ──▶ a format of calls,
 
 from __future__ import annotations
 
+import re
 from collections import deque
 
 from services.gateway.parsers.calls import Calls
@@ -19,18 +20,31 @@ class AnswerParser:
 
     ended      whether the answer ends though more text may come; that is not read
     answer_at  characters before the answer: reasoning with its tags; None while they go on
+
+    A constraint may leave no answer but calls and text that `begins` matches, be it only the beginning of one.
     """
 
-    __slots__ = ("_calls", "_forced", "_reader", "_steps", "answer_at", "ended", "events")
+    __slots__ = ("_begins", "_calls", "_forced", "_reader", "_steps", "answer_at", "ended", "events")
 
-    def __init__(self, reasoning: ReasoningOptions | None, tools: ToolOptions | None) -> None:
+    def __init__(
+        self,
+        reasoning: ReasoningOptions | None,
+        tools: ToolOptions | None,
+        begins: re.Pattern[str] | None = None,
+    ) -> None:
         self.ended = False
         self._reader = Reader()
         self._calls = Calls(self._reader, tools.names if tools else (), parallel=tools is None or tools.parallel)
+        self._begins = begins
         self._forced = tools is not None and tools.forced
         self.answer_at = 0 if reasoning is None else None
         self._steps = self._read(reasoning, tools)
         self.events: deque[Event] = self._reader.events
+
+    @property
+    def surplus(self) -> bool:
+        """Whether some of the text that has come was not read."""
+        return self._reader.surplus
 
     @property
     def called(self) -> bool:
@@ -60,15 +74,23 @@ class AnswerParser:
         self.ended = not self._proceed()
 
     def finish(self) -> None:
-        """No more text comes: what was undecided is text, or where only calls may come the beginning of one."""
+        """No more text comes: what was undecided is text, or where that can't come the beginning of something else."""
         if self.ended:
             return
         self._reader.end()
         known = len(self.events)
+        first = self.answer_at is None or self.answer_at == self._reader.settled
         self._proceed()
+        last = [self.events.pop() for _ in range(len(self.events) - known)][::-1]
+        if not self._may_be_text("".join(text for _, what, text in last if what is Kind.CONTENT), first=first):
+            last = [event for event in last if event.what is not Kind.CONTENT]
+        self.events.extend(last)
+
+    def _may_be_text(self, text: str, *, first: bool) -> bool:
+        """Whether the end of the answer, which is all of it if it is the `first`, can be text."""
         if self._forced:
-            last = [self.events.pop() for _ in range(len(self.events) - known)]
-            self.events.extend(event for event in reversed(last) if event.what is not Kind.CONTENT)
+            return False
+        return self._begins is None or not (self.called or (first and not self._begins.match(text)))
 
     def _proceed(self) -> bool:
         """Whether the grammar wants more."""

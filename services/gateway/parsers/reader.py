@@ -78,6 +78,11 @@ class Reader:
         return self._base + len(self.chunk)
 
     @property
+    def surplus(self) -> bool:
+        """Whether the grammar has left something unread."""
+        return self.at < len(self.chunk) or bool(self._again)
+
+    @property
     def settled(self) -> int:
         """Characters whose meaning is decided."""
         return self._held[0].start if self._held else self._base + self.at

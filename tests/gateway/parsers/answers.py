@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -165,11 +166,12 @@ def stream(
     takes: Sequence[bool] = (),
     min_tokens: int = 0,
     needs_tokens: bool = False,
+    begins: re.Pattern[str] | None = None,
 ) -> tuple[list[Delta], ChoicePipeline]:
     """The deltas of a choice whose tokens come in pieces cut at `cuts`, and taken where `takes` says so."""
     matcher = StopMatcher(options.stop) if options.stop else None
     pipeline = ChoicePipeline(
-        0, tokens.vocabulary, options, matcher=matcher, min_tokens=min_tokens, needs_tokens=needs_tokens
+        0, tokens.vocabulary, options, matcher=matcher, min_tokens=min_tokens, needs_tokens=needs_tokens, begins=begins
     )
     ids = (*tokens.ids, EOS) if finish is FinishReason.EOS else tokens.ids
     bounds = [0, *sorted(cuts), len(ids)]

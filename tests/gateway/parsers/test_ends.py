@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
+from services.gateway.asked import Asked
+from services.gateway.constraints.building import build
+from services.gateway.constraints.parts import Surroundings
+from services.gateway.fields import Api, Caller
 from services.gateway.parsers.formats import TOOL_FORMATS
 from services.gateway.pipeline import ChoicePipeline
 from services.gateway.request import (
@@ -85,11 +90,13 @@ def test_a_stop_string_in_arguments_ends_them() -> None:
     assert join(deltas).call_cut
 
 
-def told_of(text: str, options: TextOptions, finish: FinishReason, at: int) -> Told:
+def told_of(
+    text: str, options: TextOptions, finish: FinishReason, at: int, begins: re.Pattern[str] | None = None
+) -> Told:
     """The same in one piece and in several, which are cut in many ways over all of `at`."""
     tokens = tokens_of(text, [*range(1 + at % 3, len(text) - 1, 1 + at % 5), len(text) - 1])
-    told = join(stream(tokens, options, finish)[0])
-    pieces = join(stream(tokens, options, finish, cuts=range(1, len(tokens.ids), 1 + at % 4))[0])
+    told = join(stream(tokens, options, finish, begins=begins)[0])
+    pieces = join(stream(tokens, options, finish, cuts=range(1, len(tokens.ids), 1 + at % 4), begins=begins)[0])
     assert pieces == told
     return told
 
@@ -135,11 +142,67 @@ def test_an_answer_cut_anywhere_tells_whether_its_last_call_is_whole(form: str, 
         same = told_of(text[: at + 4 if include else at], options, FinishReason.LENGTH, at)
         assert (by_string.answer, by_string.call_cut) == (same.answer, same.call_cut)
         if same.finish == Finish(FinishReason.TOOL_CALLS):
-            assert by_string.finish == same.finish
+            before = told_of(text[: at + 3], options, FinishReason.LENGTH, at)
+            together = include and before.finish != same.finish  # the call and the stop string end together
+            assert by_string.finish == Finish(FinishReason.TOOL_CALLS, stop_string=stop if together else None)
         else:
             whole = bool(same.answer.calls) and not same.call_cut
             reason = FinishReason.TOOL_CALLS if whole else FinishReason.STOP_STRING
             assert by_string.finish == Finish(reason, stop_string=stop)
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("form", TOOL_FORMATS)
+def test_a_stop_string_with_which_a_call_ends_is_named(form: str, parallel: bool) -> None:
+    """In every format, also where the answer ends after a call."""
+    text = TOOL_FORMATS[form].shape.write((("f", "{}"),))
+    options = TextOptions(stop=("}",), include_stop=True, tools=tools(form, parallel=parallel, forced=True))
+    for at in range(5):
+        told = told_of(text, options, FinishReason.LENGTH, at)
+        assert told.answer == Answer("", (("f", "{}"),))
+        assert told.finish == Finish(FinishReason.TOOL_CALLS, stop_string="}")
+
+
+def begins_of(schema: object) -> re.Pattern[str] | None:
+    """What the constraint of a schema says of the beginning of answers."""
+    found = build(Asked(structured_outputs={"json": schema}), Caller(Api.CHAT), None, Surroundings(THINK))
+    assert found is not None
+    return found.begins
+
+
+OBJECT, VALUE = begins_of({"type": "object"}), begins_of({"items": {}})
+
+
+@pytest.mark.parametrize(
+    ("begins", "form", "text", "content"),
+    [
+        (OBJECT, None, "<th", ""),
+        (OBJECT, None, " \n<th", ""),
+        (OBJECT, None, "\n", "\n"),
+        (OBJECT, "mistral", "[", ""),
+        (VALUE, "mistral", "[", "["),
+        (VALUE, "mistral", "[TOO", ""),
+        (VALUE, "mistral_named", "[TOOL_CALLS]f", ""),
+        (OBJECT, "hermes", '<tool_call>\n{"name": "', ""),
+        (OBJECT, "hermes", "<think>so</think>\n\n<tool", ""),
+        (OBJECT, "hermes", "<think>so</think>{} ", "{} "),
+        (OBJECT, "hermes", f"{CALL}\n<tool", ""),
+        (OBJECT, "hermes", '{"a": "<tool', '{"a": "<tool'),
+        (OBJECT, "llama3", '{"name": "f', '{"name": "f'),
+        (OBJECT, "llama3", '{"name": "f", "parameters": {}};', ""),
+        (None, "hermes", "<tool", "<tool"),
+        (None, "hermes", f"{CALL}\n<tool", "<tool"),
+    ],
+)
+def test_the_beginning_of_a_tag_is_no_text_where_a_constraint_leaves_none_that_begins_so(
+    begins: re.Pattern[str] | None, form: str | None, text: str, content: str
+) -> None:
+    options = TextOptions(reasoning=THINK, tools=tools(form) if form else None)
+    for at in range(5):
+        told = told_of(text, options, FinishReason.LENGTH, at, begins)
+        assert told.answer.content == content
+        assert told.answer.reasoning == ("so" if "so" in text else "")
+        assert "".join(told.texts) == content
 
 
 @pytest.mark.parametrize("forced", [False, True])

@@ -260,7 +260,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused("background", Api.RESPONSES, (False,)),
     Refused("truncation", Api.RESPONSES, ("disabled",)),
     Refused("max_tool_calls", Api.RESPONSES),
-    Refused("stream_options", Api.RESPONSES),
+    Refused("stream_options", Api.RESPONSES, ({"include_obfuscation": False},)),
 )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from services.common.errors import InvalidArgument
 from services.common.settings import nearest
+from services.gateway.json_text import read_json
 from services.gateway.kinds import whole, wrong
 from services.gateway.limits import DEFAULT_LIMITS, check_text
 
@@ -220,13 +221,17 @@ def _check_keys(entry: dict[str, Any], where: str, keys: Sequence[str]) -> None:
 
 
 def check_arguments(arguments: str, where: str) -> None:
-    """Raises where the arguments of a call are no JSON; none at all are fine."""
+    """Raises where the arguments of a call are no JSON, or an object of which something would be lost.
+
+    None at all are fine.
+    """
 
     def constant(word: str) -> None:
         raise ValueError(f"{word} is no number")
 
     try:
-        if arguments.strip():
-            json.loads(arguments, parse_constant=constant)
+        value = json.loads(arguments, parse_constant=constant) if arguments.strip() else None
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"{where}: no JSON: {error}", field=where) from None
+    if isinstance(value, dict):
+        read_json(arguments.encode(errors="surrogatepass"), where)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from services.common.errors import NotFound, Unavailable
 from services.common.logs import Log
+from services.gateway.kinds import wrong
 from services.gateway.prompts import TextSettings
 from services.gateway.text import ModelText
 from services.gateway.wire import EngineInfo
@@ -57,6 +58,8 @@ class Models:
         """The model of that name, or the only one there is."""
         if self._model is None:
             raise Unavailable("no model is loaded yet", reason="NOT_READY", retry_after_ms=1000)
+        if name == "":
+            raise wrong("model", "a string that is not empty", name)
         if name is not None and name != self._model.info.name:
             served = self._model.info.name
             raise NotFound(

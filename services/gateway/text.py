@@ -36,6 +36,7 @@ from services.gateway.validate import (
     ModelFacts,
     check_ids,
     check_prompt,
+    check_tool_fields,
     forbidding,
     labels,
     prompt_field,
@@ -227,9 +228,7 @@ class ModelText:
         flat = caller.api is Api.RESPONSES
         tools = read_tools(asked.tools, field=caller.spell("tools"), flat=flat)
         choice = read_tool_choice(asked.tool_choice, tools, field=caller.spell("tool_choice"), flat=flat)
-        if asked.parallel_tool_calls is False and not tools and not flat:  # a response shows it as it was said
-            field = caller.spell("parallel_tool_calls")
-            raise InvalidArgument(f"{field}: only allowed together with tools", field=field)
+        check_tool_fields(asked, caller, tools=bool(tools), forced=choice.forced)
         shown = () if choice.mode == "none" else tools
         rendered = await self._prompts.conversation(asked, caller, messages, shown)
         continued = messages[-1].text if asked.continue_final_message else ""

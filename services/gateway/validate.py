@@ -120,6 +120,21 @@ def check_ids(ids: Sequence[int], facts: ModelFacts, field: str) -> None:
         raise InvalidArgument(f"{field}: token id {shown} is not in [0, {facts.vocab_size})", field=field)
 
 
+def check_tool_fields(asked: Asked, caller: Caller, *, tools: bool, forced: bool) -> None:
+    """Raises for what has no meaning without tools, or where the answer must be a call.
+
+    A response_format may stand beside such a call, as with OpenAI: it says how text looks, and there is none.
+    """
+    if asked.parallel_tool_calls is False and not tools:
+        field = caller.spell("parallel_tool_calls")
+        raise InvalidArgument(f"{field}: only allowed together with tools", field=field)
+    for name, value in (("structured_outputs", asked.structured_outputs), ("constraint", asked.constraint)):
+        if forced and value is not None:
+            field = caller.spell(name)
+            choice = caller.spell("tool_choice")
+            raise InvalidArgument(f"{field}: cannot be held, since {choice} makes the answer a call", field=field)
+
+
 def sampling_params(
     asked: Asked,
     facts: ModelFacts,

@@ -130,6 +130,18 @@ def test_text_as_one_part() -> None:
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 10**5}}]}],
             "messages[0].tool_calls[0].function.arguments",
         ),
+        *(
+            (
+                [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}],
+                f"messages[0].tool_calls[0].function.arguments.{place}",
+            )
+            for arguments, place in (
+                ('{"a": 1, "a": 2}', "a"),
+                ('{"a": [{"b": 1, "b": 1}]}', "a[0].b"),
+                ('{"a": 1e999}', "a"),
+                ('{"a": "\\ud800"}', "a"),
+            )
+        ),
     ],
 )
 def test_bad_messages_are_named(messages: object, field: str) -> None:
@@ -150,5 +162,7 @@ def test_messages_that_do_not_come_from_json() -> None:
         make_message(Message("user", "", reasoning="hm"), ["x"], "messages[1]")
     with pytest.raises(InvalidArgument, match="role"):
         make_message(Message("", ""), ["x"], "messages[1]")
+    with pytest.raises(InvalidArgument, match=r"messages\[1\].tool_calls\[0\].arguments.a: stands there twice"):
+        make_message(Message("assistant", "", (ToolCall("f", '{"a": 1, "a": 2}'),)), [], "messages[1]")
     with pytest.raises(InvalidArgument, match="arguments"):
         make_message(Message("assistant", "", (ToolCall("f", "{"),)), [], "messages[1]")

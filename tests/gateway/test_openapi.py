@@ -141,6 +141,11 @@ def test_a_kind_that_cannot_be_described_is_an_error_and_what_is_open_is_describ
             [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}],
             [{"role": "cat", "content": ""}],
         ),
+        (
+            "Input",
+            [{"role": "assistant", "content": [{"type": "output_text", "text": "x"}]}],
+            [{"role": "user", "content": [{"type": "output_text", "text": "x"}]}],
+        ),
         ("Input", [{"type": "function_call_output", "call_id": "c", "output": "x"}], [{"type": "web_search_call"}]),
         ("Tool", {"type": "function", "function": {"name": "f", "parameters": {}}}, {"type": "function", "name": "f"}),
         ("ToolChoice", {"type": "function", "function": {"name": "f"}}, "always"),

@@ -431,6 +431,21 @@ WRONG: list[tuple[Request, str]] = [
     (Request(messages=told("x"), tools_json=TOOLS, tool_choice="7"), "tool_choice"),
     (Request(messages=told("x"), tools_json=TOOLS, tool_choice='{"type": "function"'), "tool_choice"),
     (Request(messages=told("x"), parallel_tool_calls=False), "parallel_tool_calls"),
+    *(
+        (
+            Request(
+                messages=told("x"),
+                tools_json=TOOLS,
+                tool_choice=choice,
+                sampling=Sampling(constraint=common_pb2.Constraint(**kind)),
+            ),
+            "sampling.constraint",
+        )
+        for choice in ("required", json.dumps({"type": "function", "function": {"name": "get_time"}}))
+        for kind in ({"regex": "ab"}, {"json_object": True}, {"choice": common_pb2.Choices(values=["a"])})
+    ),
+    (Request(messages=told("x"), model=""), "model"),
+    (gateway_pb2.GenerateRequest(text="x", model=""), "model"),
     (Request(messages=told("x"), sampling=Sampling(n=0)), "sampling.n"),
     (Request(messages=told("x"), reasoning_effort="huge"), "reasoning_effort"),
     (Request(messages=told("x"), chat_template_kwargs_json="[]"), "chat_template_kwargs_json"),

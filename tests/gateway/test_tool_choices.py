@@ -119,3 +119,42 @@ async def test_a_tool_that_is_named_is_called_once(stream: bool) -> None:
         assert not accepts(named, two)
         assert accepts(required, DONE)
     assert [accepts(required, two) for required in grammars[1::2]] == [True, True, False]
+
+
+@pytest.mark.parametrize("choice", CHOICES[2:], ids=["required", "named"])
+async def test_beside_a_call_that_must_come_a_format_says_nothing_and_a_constraint_is_refused(choice: Any) -> None:
+    schema = {"name": "x", "schema": {"type": "object", "properties": {"y": {"const": 1}}, "required": ["y"]}}
+    formats = [{"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": schema}]
+    async with gateway_stack(obedient()) as s:
+        ask = {"messages": say(DONE), "tool_choice": choice}
+        for form in formats:
+            assert await answer(s, stream=False, response_format=form, **ask) == ("", [CALLED], "tool_calls")
+            assert accepts(Constraint("lark", s.engine.submits[-1].sampling.constraint.lark), DONE)
+        asked = len(s.engine.submits)
+        for kind in (
+            {"regex": "ab"},
+            {"choice": ["a"]},
+            {"json": {}},
+            {"json_object": True},
+            {"grammar": 'start: "a"'},
+        ):
+            body = {"model": MODEL, "tools": [TIME], "structured_outputs": kind, **ask}
+            refused = await s.http.post("/v1/chat/completions", json=body)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "structured_outputs")
+        assert len(s.engine.submits) == asked
+        flat = {"type": "function", "name": "get_time"} if isinstance(choice, dict) else choice
+        tool = {"type": "function", "name": "get_time"}
+        body = {"input": say(DONE), "tools": [tool], "tool_choice": flat, "text": {"format": {"type": "json_object"}}}
+        made = (await s.http.post("/v1/responses", json=body)).json()
+        assert [item["type"] for item in made["output"]] == ["function_call"]
+
+
+async def test_calls_side_by_side_need_tools_and_what_asks_for_nothing_passes() -> None:
+    async with gateway_stack(obedient()) as s:
+        for path, said in (("chat/completions", "messages"), ("responses", "input")):
+            refused = await s.http.post(f"/v1/{path}", json={said: say(PROSE), "parallel_tool_calls": False})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "parallel_tool_calls")
+            assert (await s.http.post(f"/v1/{path}", json={said: say(PROSE), "parallel_tool_calls": True})).is_success
+        for value, status in ((False, 200), (True, 400)):
+            body = {"input": say(PROSE), "stream": True, "stream_options": {"include_obfuscation": value}}
+            assert (await s.http.post("/v1/responses", json=body)).status_code == status

@@ -27,7 +27,7 @@ def combine(wanted: Wanted | None, calls: Calls | None, around: Surroundings) ->
         calls = None
     if calls is None or (wanted is None and not calls.hold):
         return None if wanted is None else _answer(wanted, around)
-    if calls.choice.forced:
+    if calls.choice.forced:  # a format is one of text, of which there is none
         return _composed(["start: body", *_calls(replace(calls, held=True), around, "body")], around)
     if wanted is None:
         return _composed(_free_or_calls(calls, around), around)

@@ -62,11 +62,13 @@ def _part(kind: str, key: str, *marks: str) -> Schema:
     return only({"type": {"const": kind}, key: STRING}, {**dict.fromkeys(marks, ANYTHING), **_BLANK})
 
 
+def _spoken(parts: Schema, *roles: str) -> Schema:
+    said: dict[str, Schema] = {"role": {"enum": [*roles]}, "content": either(STRING, array(parts))}
+    return only(said, {"type": {"const": "message"}, **_MARKS, **_BLANK})
+
+
 _INPUT_TEXT = _part("input_text", "text")
-_SPOKEN = array(
-    either(_INPUT_TEXT, _part("output_text", "text", "annotations", "logprobs"), _part("refusal", "refusal"))
-)
-_SPEAKER: Schema = {"enum": ["user", "assistant", "system", "developer"]}
+_ANSWERED = either(_part("output_text", "text", "annotations", "logprobs"), _part("refusal", "refusal"))
 _THOUGHT = {
     "summary": either(STRING, array(_part("summary_text", "text")), NULL),
     "content": either(STRING, array(_part("reasoning_text", "text")), NULL),
@@ -88,9 +90,8 @@ COMPONENTS: dict[str, Schema] = {
     "Prompt": either(STRING, _TOKENS, array(either(STRING, _TOKENS), minItems=1, maxItems=LIMITS.prompts)),
     "EmbeddingInput": either(NAME, _TOKENS, array(either(NAME, _TOKENS), minItems=1, maxItems=LIMITS.inputs)),
     "InputItem": either(
-        only(
-            {"role": _SPEAKER, "content": either(STRING, _SPOKEN)}, {"type": {"const": "message"}, **_MARKS, **_BLANK}
-        ),
+        _spoken(_INPUT_TEXT, "user", "system", "developer"),
+        _spoken(_ANSWERED, "assistant"),
         _item("reasoning", {}, _THOUGHT),
         _item("function_call", {"call_id": NAME, "name": NAME, "arguments": STRING}),
         _item("function_call_output", {"call_id": NAME, "output": either(STRING, array(_INPUT_TEXT))}),

@@ -23,6 +23,8 @@ _MARKS: Final = ("type", "id", "status")
 _EMPTY: Final = ("phase", "encrypted_content", "namespace", "caller")
 """What can't be honoured unless it is empty."""
 _ROLES: Final = ("user", "assistant", "system", "developer")
+_SAID: Final = ("input_text",)
+_ANSWERED: Final = ("output_text", "refusal")
 _PARTS: Final = {
     "input_text": ("text", ()),
     "output_text": ("text", ("annotations", "logprobs")),
@@ -101,7 +103,7 @@ class _History:
         role = item.get("role")
         if role not in _ROLES:
             raise wrong(f"{where}.role", f"one of {', '.join(_ROLES)}", role)
-        text = _text(item.get("content"), f"{where}.content", ("input_text", "output_text", "refusal"))
+        text = _text(item.get("content"), f"{where}.content", _ANSWERED if role == "assistant" else _SAID)
         if role != "assistant":
             self.close()
             self.turns.append(Message(role, text))
@@ -171,6 +173,8 @@ def _part(part: object, where: str, types: tuple[str, ...]) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise wrong(where, "a part with a type", part)
     if part["type"] not in types:
+        if part["type"] in _PARTS:
+            raise wrong(f"{where}.type", " or ".join(f'"{kind}"' for kind in types), part["type"])
         raise refuse_part(part["type"], where)
     key, marks = _PARTS[part["type"]]
     _check_keys(part, where, (key,), ("type", *marks))

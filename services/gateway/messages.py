@@ -233,5 +233,5 @@ def check_arguments(arguments: str, where: str) -> None:
         value = json.loads(arguments, parse_constant=constant) if arguments.strip() else None
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"{where}: no JSON: {error}", field=where) from None
-    if isinstance(value, dict):
-        read_json(arguments.encode(errors="surrogatepass"), where)
+    if isinstance(value, dict):  # integers of any length are read above, every digit
+        read_json(arguments.encode(errors="surrogatepass"), where, rounded=True)

@@ -47,6 +47,9 @@ def test_a_key_that_stands_twice_is_always_found(first: Any, second: Any, other:
         ('{"temperature": ' + "9" * 400 + "}", "temperature"),
         ('{"temperature": ' + "9" * 5000 + "}", "temperature"),
         ('{"logit_bias": {"5": -Infinity}}', "logit_bias.5"),
+        ('{"a": "1", "tools": [{"x": 18446744073709551616}]}', "tools[0].x"),
+        ('{"a": [1, -9223372036854775809, 2]}', "a[1]"),
+        ('{"a": ' + "7" * 300 + "}", "a"),
         ('{"messages": [{"content": "ok"}, {"content": "\\ud800"}]}', "messages[1].content"),
         ('{"metadata": {"\\udc00": "x"}}', "metadata"),
         ("[NaN]", "body[0]"),
@@ -65,6 +68,23 @@ def test_what_can_not_be_taken_is_refused_by_its_place(text: str, field: str) ->
         read_json(text.encode())
     assert caught.value.field == field
     assert len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": [18446744073709551615, -9223372036854775808], "18446744073709551616": "99999999999999999999"}',
+        '{"a": [1e30, 1.7976931348623157e308, 0.12345678901234567890123, 123456789012345678901.5]}',
+    ],
+)
+def test_digits_are_refused_only_where_an_integer_would_be_rounded(text: str) -> None:
+    assert read_json(text.encode()) == json.loads(text)
+
+
+def test_who_keeps_the_digits_may_have_integers_of_any_length() -> None:
+    assert read_json(b'{"a": 18446744073709551616}', rounded=True) == {"a": 2.0**64}
+    with pytest.raises(InvalidArgument, match=r"x\.n: stands there twice"):
+        read_json(b'{"a": 18446744073709551616, "n": 1, "n": 2}', "x", rounded=True)
 
 
 def test_places_stand_within_a_field() -> None:

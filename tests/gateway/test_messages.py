@@ -29,6 +29,8 @@ def test_calls_need_no_content_and_no_calls_are_none() -> None:
         {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     ]
     assert "tool_calls" not in one(role="assistant", content="x", tool_calls=[]).for_template(parts=False)
+    long = one(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": '{"x": 18446744073709551617}'}}])
+    assert long.for_template(parts=False)["tool_calls"][0]["function"]["arguments"] == {"x": 2**64 + 1}
     empty = one(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": ""}}])
     assert empty.for_template(parts=False)["tool_calls"][0]["function"]["arguments"] == {}
 

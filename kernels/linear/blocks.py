@@ -62,7 +62,7 @@ class Blocks:
         """The weights [O, I]; in float32 to the last bit what the numbers say."""
         weight_OI = torch.empty(self.shape, dtype=dtype)
         for part in _parts(*self.shape):
-            weights = self.numbers_OI[part].float().unflatten(1, (-1, GROUP))
+            weights = torch.unflatten(self.numbers_OI[part].float(), 1, (-1, GROUP))
             if self.minimum_OG is None:
                 weights.sub_(ZERO).mul_(self.scale_OG[part, :, None].float())
             else:
@@ -113,7 +113,7 @@ class Blocks:
         scale_OG = torch.empty(outputs, inputs // GROUP, dtype=torch.float16)
         minimum_OG = torch.empty_like(scale_OG) if bits == 4 else None
         for part in _parts(outputs, inputs):
-            weights = weight_OI[part].float().unflatten(1, (-1, GROUP))
+            weights = torch.unflatten(weight_OI[part].float(), 1, (-1, GROUP))
             if minimum_OG is None:
                 low, top = float(-ZERO), 127.0
                 scale = _half(weights.abs().amax(-1), top)

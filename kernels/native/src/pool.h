@@ -1,0 +1,146 @@
+// A few threads that run the same list of phases.
+//
+// A phase is a number of items that may run in any order and side by side; phase p + 1 begins when all
+// items of phase p are done. Threads take items as they come, so none waits for a thread that the system
+// has put aside, unless that thread holds items. Whoever comes late finds nothing left and goes on.
+//
+//     todo[p]   epoch | items not yet taken      a thread takes some by compare-and-swap, fewer as they run out
+//     left[p]   epoch | items not yet done       0: the phase is over
+//
+// The epoch counts runs. A late thread sees that its run is over by it, and touches nothing.
+//
+// Between runs the helpers spin for a bounded time and then sleep in a futex: an idle pool costs nothing.
+#pragma once
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <climits>
+#include <cstdint>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "vec.h"
+
+INLINE void relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+static inline double seconds() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
+}
+
+class Pool {
+  public:
+    static constexpr size_t MOST_PHASES = 16384;  // a late helper may read the counters at any time: they never move
+
+    // `spins`: turns of waiting between runs before a helper sleeps; one turn takes some 20 to 50 ns.
+    Pool(int threads, int spins) : spins_(spins) {
+        for (int at = 1; at < threads; at++) helpers_.emplace_back([this, at] { help(at); });
+    }
+    ~Pool() {
+        stopping_ = true;
+        epoch_.fetch_add(1);
+        wake();
+        for (auto& helper : helpers_) helper.join();
+    }
+    int threads() const { return 1 + int(helpers_.size()); }
+
+    // Runs work(phase, item, thread) for all items. counts[p]: the items of phase p, at most MOST_PHASES of them.
+    // times[p], where asked for, receives the seconds that phase p took. One caller at a time.
+    template <class Work>
+    void run(const std::vector<uint32_t>& counts, const Work& work, double* times = nullptr) {
+        const uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
+        for (size_t p = 0; p < counts.size(); p++) {
+            todo_[p].store(pack(epoch, counts[p]), std::memory_order_relaxed);
+            left_[p].store(pack(epoch, counts[p]), std::memory_order_relaxed);
+        }
+        phases_.store(uint32_t(counts.size()), std::memory_order_relaxed);
+        context_ = &work;
+        call_ = [](const void* context, uint32_t phase, uint32_t item, int thread) {
+            (*static_cast<const Work*>(context))(phase, item, thread);
+        };
+        epoch_.store(epoch, std::memory_order_seq_cst);
+        if (sleepers_.load(std::memory_order_seq_cst) > 0) wake();
+        take_part(epoch, 0, times);
+    }
+
+  private:
+    typedef std::atomic<uint64_t> Counter;
+    static uint64_t pack(uint32_t epoch, uint32_t items) { return uint64_t(epoch) << 32 | items; }
+
+    void take_part(uint32_t epoch, int thread, double* times) {
+        const uint32_t phases = phases_.load(std::memory_order_relaxed), share = 2 * uint32_t(threads());
+        double begin = times ? seconds() : 0;
+        for (uint32_t p = 0; p < phases; p++) {
+            for (;;) {
+                uint64_t seen = todo_[p].load(std::memory_order_acquire);
+                if (uint32_t(seen >> 32) != epoch) return;
+                const uint32_t items = uint32_t(seen);
+                if (items == 0) break;
+                const uint32_t taken = std::max<uint32_t>(1, items / share);
+                if (!todo_[p].compare_exchange_weak(seen, seen - taken, std::memory_order_acq_rel)) continue;
+                for (uint32_t at = 1; at <= taken; at++) call_(context_, p, items - at, thread);
+                left_[p].fetch_sub(taken, std::memory_order_acq_rel);
+            }
+            if (!wait(p, epoch)) return;
+            if (times) {
+                const double end = seconds();
+                times[p] = end - begin;
+                begin = end;
+            }
+        }
+    }
+
+    // Until phase p is over; false: the run is.
+    bool wait(uint32_t p, uint32_t epoch) const {
+        for (int turn = 0;; turn++) {
+            const uint64_t seen = left_[p].load(std::memory_order_acquire);
+            if (uint32_t(seen >> 32) != epoch) return false;
+            if (uint32_t(seen) == 0) return true;
+            if (turn < 4000) relax();
+            else sched_yield();
+        }
+    }
+
+    void help(int thread) {
+        uint32_t seen = 0;
+        for (;;) {
+            uint32_t epoch;
+            for (int turn = 0; (epoch = epoch_.load(std::memory_order_acquire)) == seen; turn++) {
+                if (turn < spins_) {
+                    relax();
+                } else {
+                    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+                    syscall(SYS_futex, &epoch_, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+                    sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+                }
+            }
+            if (stopping_) return;
+            take_part(epoch, thread, nullptr);
+            seen = epoch;
+        }
+    }
+
+    void wake() { syscall(SYS_futex, &epoch_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
+
+    const int spins_;
+    std::atomic<uint32_t> epoch_{0};
+    std::atomic<int> sleepers_{0};
+    std::atomic<bool> stopping_{false};
+    const std::unique_ptr<Counter[]> todo_{new Counter[MOST_PHASES]()}, left_{new Counter[MOST_PHASES]()};
+    std::atomic<uint32_t> phases_{0};
+    const void* context_ = nullptr;
+    void (*call_)(const void*, uint32_t, uint32_t, int) = nullptr;
+    std::vector<std::thread> helpers_;  // last: they use all of the above
+};

@@ -8,20 +8,20 @@ INLINE F exp_below_zero(F x) {
     F n = x * 1.44269504088896341f;
     I whole = __builtin_convertvector(n - 0.5f, I);  // towards zero: to the nearest, as x is not positive
     F k = to_float(whole);
-    F r = (x - k * 0.693359375f) - k * -2.12194440e-4f;
-    F p = r * 1.3888889e-3f + 8.3333333e-3f;
-    p = p * r + 4.1666667e-2f;
-    p = p * r + 1.6666667e-1f;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
+    F r = fma(k, 2.12194440e-4f, fma(k, -0.693359375f, x));
+    F p = fma(r, 1.3888889e-3f, splat(8.3333333e-3f));
+    p = fma(p, r, splat(4.1666667e-2f));
+    p = fma(p, r, splat(1.6666667e-1f));
+    p = fma(p, r, splat(0.5f));
+    p = fma(p, r, splat(1.0f));
+    p = fma(p, r, splat(1.0f));
     F power = (F)((whole + 127) << 23);
     return x < -87.0f ? F{} : p * power;  // a NaN stays one
 }
 
 INLINE I nearest(F v) {  // ties to even, for numbers below 2^22
 #if defined(__AVX512F__)
-    return (I)_mm512_cvtps_epi32((__m512)v);
+    return (I)_mm512_maskz_cvtps_epi32(EVERY, (__m512)v);
 #elif defined(__AVX2__)
     return (I)_mm256_cvtps_epi32((__m256)v);
 #else
@@ -92,7 +92,7 @@ static void rms_norm_row(const float* x, const float* weight, int D, float eps, 
     int i = 0;
     for (; i + W <= D; i += W) {
         F v = load<F>(x + i);
-        squares += v * v;
+        squares = fma(v, v, squares);
     }
     float total = sum(squares);
     for (; i < D; i++) total += x[i] * x[i];

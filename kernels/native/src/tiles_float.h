@@ -49,14 +49,14 @@ static void number_tile(const uint8_t* group, const float* x, int K, const float
         for (int k = 0; k < (kind == Q4 ? GROUP / 2 : GROUP); k++) {
             const Lane bytes = load<Lane>(group + k * W);
             if (kind == Q4) {
-                const F low = __builtin_convertvector(bytes & 15, F) * d + m;
-                const F high = __builtin_convertvector(bytes >> 4, F) * d + m;
+                const F low = fma(__builtin_convertvector(bytes & 15, F), d, m);
+                const F high = fma(__builtin_convertvector(bytes >> 4, F), d, m);
                 for (int r = 0; r < M; r++) {
                     acc[r] = fma(low, x[size_t(r) * K + k], acc[r]);
                     acc[r] = fma(high, x[size_t(r) * K + k + GROUP / 2], acc[r]);
                 }
             } else {
-                const F w = __builtin_convertvector(bytes, F) * d + m;
+                const F w = fma(__builtin_convertvector(bytes, F), d, m);
                 for (int r = 0; r < M; r++) acc[r] = fma(w, x[size_t(r) * K + k], acc[r]);
             }
         }

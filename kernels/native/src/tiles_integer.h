@@ -179,9 +179,7 @@ INLINE void words_tile(
     UNROLL
     for (int c = 0; c < C; c++)
         UNROLL
-        for (int r = 0; r < M; r++) {
-            const F out = acc[c][r] * scale[r];
-            store(y + r * stride + c * W, bias ? out + load<F>(bias + c * W) : out);
-        }
+        for (int r = 0; r < M; r++)
+            store(y + r * stride + c * W, fma(acc[c][r], scale[r], bias ? load<F>(bias + c * W) : F{}));
 }
 #endif

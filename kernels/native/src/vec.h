@@ -24,10 +24,12 @@
 #else
 #define VECTORS 0
 #define UNROLL
+#pragma GCC diagnostic ignored "-Wpsabi"  // of vectors as arguments: every function that takes one is inline
 #endif
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 constexpr int W = 16;
+constexpr __mmask16 EVERY = 0xffff;  // all lanes: GCC 12 warns of its own header where a conversion has no mask
 #else
 constexpr int W = 8;
 #endif
@@ -108,7 +110,7 @@ INLINE uint16_t float_to_half(float f) {  // to nearest, ties to even
 
 INLINE F from_half(const uint16_t* h) {
 #if defined(__AVX512F__)
-    return (F)_mm512_cvtph_ps(load<__m256i>(h));
+    return (F)_mm512_maskz_cvtph_ps(EVERY, load<__m256i>(h));
 #elif defined(__F16C__)
     return (F)_mm256_cvtph_ps(load<__m128i>(h));
 #else
@@ -120,7 +122,7 @@ INLINE F from_half(const uint16_t* h) {
 
 INLINE void to_half(uint16_t* h, F f) {
 #if defined(__AVX512F__)
-    store(h, _mm512_cvtps_ph((__m512)f, 0));
+    store(h, _mm512_maskz_cvtps_ph(EVERY, (__m512)f, 0));
 #elif defined(__F16C__)
     store(h, _mm256_cvtps_ph((__m256)f, 0));
 #else
@@ -130,7 +132,7 @@ INLINE void to_half(uint16_t* h, F f) {
 
 INLINE F from_bfloat(const uint16_t* h) {
 #if defined(__AVX512F__)
-    return (F)((I)_mm512_cvtepu16_epi32(load<__m256i>(h)) << 16);
+    return (F)((I)_mm512_maskz_cvtepu16_epi32(EVERY, load<__m256i>(h)) << 16);
 #elif defined(__AVX2__)
     return (F)((I)_mm256_cvtepu16_epi32(load<__m128i>(h)) << 16);
 #else

@@ -7,14 +7,15 @@
 
 #include "vec.h"
 
-// Integers in the order of floats: -inf, ..., -0, 0, ..., inf, NaN.
+// Integers in the order of floats: -inf, ..., 0, ..., inf, NaN. The sum makes -0 the 0 that it equals.
 INLINE I ordered(F v) {
-    const I bits = (I)v;
+    const I bits = (I)(v + 0.0f);
     return v == v ? bits ^ ((bits >> 31) & 0x7fffffff) : I{} + INT32_MAX;
 }
 INLINE int32_t ordered_one(float v) {
     int32_t bits;
-    std::memcpy(&bits, &v, 4);
+    const float sum = v + 0.0f;
+    std::memcpy(&bits, &sum, 4);
     return v == v ? bits ^ ((bits >> 31) & 0x7fffffff) : INT32_MAX;
 }
 

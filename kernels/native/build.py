@@ -4,8 +4,9 @@ A build is a file named after its instruction set, its sources with their flags,
 
     avx2-5f0c1b2a-91d3e0aa.so
 
-It lies in the cache folder (~/.cache/triptych/native, or under $XDG_CACHE_HOME), or in `built` beside the sources
-where an image or a package brings it. Where there is no compiler, one made elsewhere of the same sources will do.
+It lies in the cache folder (`native` in $TRIPTYCH_CACHE, or in triptych below $XDG_CACHE_HOME or ~/.cache), or in
+`built` beside the sources where an image or a package brings it. Where there is no compiler, one made elsewhere of
+the same sources will do.
 """
 
 from __future__ import annotations
@@ -74,8 +75,10 @@ def levels(cpuinfo: str | None = None) -> tuple[Level, ...]:
 
 
 def cache_folder() -> Path:
-    """Where builds are kept."""
-    base = os.environ.get("XDG_CACHE_HOME")
+    """Where builds are kept: beside what else the project caches."""
+    whole, base = os.environ.get("TRIPTYCH_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if whole:
+        return Path(whole) / "native"
     return (Path(base) if base else Path.home() / ".cache") / "triptych" / "native"
 
 

@@ -89,6 +89,8 @@ class Blocks:
     @staticmethod
     def concat(parts: Sequence[Blocks]) -> Blocks:
         """Outputs of one input under one another; all in 8 bits where some are."""
+        if len(parts) == 1:
+            return parts[0]
         if len({part.bits for part in parts}) > 1:
             parts = [part.with_8_bits() for part in parts]
         minima = [part.minimum_OG for part in parts if part.minimum_OG is not None]

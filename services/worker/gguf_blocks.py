@@ -101,6 +101,9 @@ def _q4_k(blocks_OnB: Bytes) -> Blocks | None:
     return Blocks(_nibbles(blocks_OnB[..., 16:].reshape(outputs, -1, GROUP)), scale, minimum, 4)
 
 
+WITHOUT_LOSS = {Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q8_0}
+"""Types whose blocks stand for the format's own values to the last bit."""
+
 _REPACKED: dict[Type, Callable[[Bytes], Blocks | None]] = {
     Type.Q4_0: _q4_0,
     Type.Q4_1: _q4_1,

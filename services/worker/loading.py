@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,8 @@ def load_model(
         native=native,
     )
     precision = _precision(dtype, quantize, config, device, native=chosen.name == "native")
-    weights = load_weights(config, source, chosen, precision, torch.device(device))
+    with _one_thread():
+        weights = load_weights(config, source, chosen, precision, torch.device(device))
     model = Decoder(config, weights, chosen)
     return model, LoadedModel(
         architecture=config.architecture,
@@ -79,6 +82,17 @@ def _open(place: Path) -> tuple[dict[str, Any], TensorSource, dict[str, bytes]]:
     if place.is_dir():
         return config_json(place), SafetensorsFolder(place), files_of_folder(place)
     raise NotFound(f"there is no model at {place}", field="model")
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Loading is many small steps, each as fast as memory: threads would only wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _kv_group(model: Decoder) -> KvGroup:

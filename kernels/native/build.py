@@ -162,16 +162,17 @@ def main(argv: Sequence[str]) -> int:
     """Builds for this machine, or for all that a package may meet; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m kernels.native.build", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--all", action="store_true", help="every level that the compiler knows, for an image")
-    parser.add_argument("--into", type=Path, default=cache_folder(), help="folder that keeps the builds")
+    parser.add_argument("--ship", action="store_true", help="beside the sources, and not into the cache folder")
     parser.add_argument("--isa", choices=CHOICES, default="auto", help="instruction set")
     options = parser.parse_args(argv)
+    folder = SHIPPED if options.ship else cache_folder()
     try:
         if options.all:
             everywhere = X86 if platform.machine() in ("x86_64", "AMD64") else (_PORTABLE,)
             for level in everywhere:
-                print(build(level, options.into))
+                print(build(level, folder))
         else:
-            print(find(options.isa, options.into)[0])
+            print(find(options.isa, folder)[0])
     except Unavailable as error:
         print(f"no native kernels: {error}", file=sys.stderr)
         return 1

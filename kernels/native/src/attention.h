@@ -62,17 +62,18 @@ struct Tile {  // of queries: `count` tokens from `first` of a row, `heads` quer
 };
 
 struct Scratch {  // of one thread
-    alignas(64) float q[QUERIES * MOST_HEAD];
-    alignas(64) float out[QUERIES * MOST_HEAD];
+    // a query's row is 16 floats longer than a head: rows that lie a power of two apart fight for the same cache lines
+    alignas(64) float q[QUERIES * (MOST_HEAD + 16)];
+    alignas(64) float out[QUERIES * (MOST_HEAD + 16)];
     alignas(64) float scores[QUERIES * CHUNK];
-    alignas(64) float wide[UNIT * MOST_HEAD];  // one unit of keys or values as floats
-    alignas(64) float unit[UNIT * MOST_HEAD];  // one unit gathered from small blocks
+    alignas(64) float wide[CHUNK * MOST_HEAD];      // keys or values as floats
+    alignas(64) float gathered[CHUNK * MOST_HEAD];  // units gathered from small blocks
     float largest[QUERIES], total[QUERIES];
 };
 
 // scores[r, 0..16) = q[r] . keys, for M rows; keys [A, 16].
 template <int M, class T>
-INLINE void score_rows(const float* q, const T* keys, int A, float* scores) {
+INLINE void score_rows(const float* q, int stride, const T* keys, int A, float* scores) {
     constexpr int V = UNIT / W;
     F acc[M][V];
     UNROLL
@@ -86,7 +87,7 @@ INLINE void score_rows(const float* q, const T* keys, int A, float* scores) {
         UNROLL
         for (int r = 0; r < M; r++)
             UNROLL
-            for (int v = 0; v < V; v++) acc[r][v] = fma(k[v], q[r * MOST_HEAD + d], acc[r][v]);
+            for (int v = 0; v < V; v++) acc[r][v] = fma(k[v], q[r * stride + d], acc[r][v]);
     }
     UNROLL
     for (int r = 0; r < M; r++)
@@ -94,34 +95,34 @@ INLINE void score_rows(const float* q, const T* keys, int A, float* scores) {
         for (int v = 0; v < V; v++) store(scores + r * CHUNK + v * W, acc[r][v]);
 }
 
-// out[r] += sum over keys [from, to) of weights[r, t] * values[t], for M rows; values [16, A].
+// out[r] += sum over keys [from, to) of every unit of weights[r, t] * values[t], for M rows and V vectors of columns.
+// Accumulators stay in registers over all units.
 template <int M, int V, class T>
-INLINE void add_columns(float* out, const float* weights, const T* values, int A, int from, int to) {
+INLINE void add_columns(
+    float* out, int stride, const float* weights, const T* const* units, int count, int column, int A, int from, int to
+) {
     F acc[M][V];
     UNROLL
     for (int r = 0; r < M; r++)
         UNROLL
-        for (int v = 0; v < V; v++) acc[r][v] = load<F>(out + r * MOST_HEAD + v * W);
-    for (int t = from; t < to; t++) {
-        F x[V];
-        UNROLL
-        for (int v = 0; v < V; v++) x[v] = wide(values + t * A + v * W);
-        UNROLL
-        for (int r = 0; r < M; r++)
+        for (int v = 0; v < V; v++) acc[r][v] = load<F>(out + r * stride + column + v * W);
+    for (int u = 0; u < count; u++, weights += UNIT) {
+        const T* values = units[u] + column;
+#pragma GCC unroll 2
+        for (int t = from; t < to; t++) {
+            F x[V];
             UNROLL
-            for (int v = 0; v < V; v++) acc[r][v] = fma(x[v], weights[r * CHUNK + t], acc[r][v]);
+            for (int v = 0; v < V; v++) x[v] = wide(values + t * A + v * W);
+            UNROLL
+            for (int r = 0; r < M; r++)
+                UNROLL
+                for (int v = 0; v < V; v++) acc[r][v] = fma(x[v], weights[r * CHUNK + t], acc[r][v]);
+        }
     }
     UNROLL
     for (int r = 0; r < M; r++)
         UNROLL
-        for (int v = 0; v < V; v++) store(out + r * MOST_HEAD + v * W, acc[r][v]);
-}
-
-template <int M, class T>
-static void add_values(float* out, const float* weights, const T* values, int A, int from, int to) {
-    int d = 0;
-    for (; d + 2 * W <= A; d += 2 * W) add_columns<M, 2>(out + d, weights, values + d, A, from, to);
-    for (; d < A; d += W) add_columns<M, 1>(out + d, weights, values + d, A, from, to);
+        for (int v = 0; v < V; v++) store(out + r * stride + column + v * W, acc[r][v]);
 }
 
 constexpr int TALL = VECTORS ? 6 : 3;  // rows whose accumulators fit the registers
@@ -144,18 +145,26 @@ INLINE void in_rows(int r, int end, const Run& run) {
 }
 
 template <class T>
-static void score_unit(const Scratch& s, int rows, const T* keys, int A, float* scores) {
+static void score_unit(const Scratch& s, int stride, int rows, const T* keys, int A, float* scores) {
     in_rows(0, rows, [&](auto m, int r) {
-        score_rows<decltype(m)::value>(s.q + r * MOST_HEAD, keys, A, scores + r * CHUNK);
+        score_rows<decltype(m)::value>(s.q + r * stride, stride, keys, A, scores + r * CHUNK);
     });
 }
 
-// Rows [first, end) of the tile see keys [from, to) of a unit.
+// Rows [first, end) of the tile see keys [from, to) of every unit.
 template <class T>
-static void value_unit(Scratch& s, int first, int end, const T* values, int A, const float* weights, int from, int to) {
-    in_rows(first, end, [&](auto m, int r) {
-        add_values<decltype(m)::value>(s.out + r * MOST_HEAD, weights + r * CHUNK, values, A, from, to);
-    });
+static void value_units(
+    Scratch& s, int stride, int first, int end, const T* const* units, int count, int A, const float* weights, int from, int to
+) {
+    int column = 0;
+    for (; column + 2 * W <= A; column += 2 * W)
+        in_rows(first, end, [&](auto m, int r) {
+            add_columns<decltype(m)::value, 2>(s.out + r * stride, stride, weights + r * CHUNK, units, count, column, A, from, to);
+        });
+    for (; column < A; column += W)
+        in_rows(first, end, [&](auto m, int r) {
+            add_columns<decltype(m)::value, 1>(s.out + r * stride, stride, weights + r * CHUNK, units, count, column, A, from, to);
+        });
 }
 
 // One tile at work.
@@ -166,7 +175,7 @@ struct Attention {
     const Tile& tile;
     int window;
     Scratch& s;
-    const int A = cache.A, rows = tile.count * tile.heads;
+    const int A = cache.A, span = A + 16, rows = tile.count * tile.heads;  // span: from a query to the next
     const int start = row.context - row.count + tile.first;             // position of the first query
     const int end = start + tile.count;                                 // keys that any of them sees
     const int low = window > 0 ? std::max(0, start - window + 1) : 0;   // blocks below may be gone
@@ -175,25 +184,26 @@ struct Attention {
     int sees_from(int token, int base) const { return window > 0 ? std::max(0, start + token - window + 1 - base) : 0; }
     int sees_to(int token, int base, int size) const { return std::min(size, start + token + 1 - base); }
 
-    T* small() const { return (T*)s.unit; }
-
     // The 16 keys from `position` on, [A, 16]; where they do not lie so in the cache they are gathered.
     const T* keys_at(int position) const {
         if (cache.U == UNIT) return cache.key_unit(row.blocks[position / cache.P], tile.kv_head, position % cache.P);
+        T* into = (T*)s.gathered;
         for (int t = std::max(0, low - position); t < UNIT && position + t < end; t++) {
             const int at = position + t;
             const T* key = cache.key_unit(row.blocks[at / cache.P], tile.kv_head, at % cache.P);
-            for (int d = 0; d < A; d++) small()[d * UNIT + t] = key[d];
+            for (int d = 0; d < A; d++) into[d * UNIT + t] = key[d];
         }
-        return small();
+        return into;
     }
-    const T* values_at(int position) const {
+    // The values, [16, A]; `unit` of a chunk.
+    const T* values_at(int position, int unit) const {
         if (cache.U == UNIT) return cache.value_rows(row.blocks[position / cache.P], tile.kv_head, position % cache.P);
+        T* into = (T*)s.gathered + unit * UNIT * A;
         for (int t = std::max(0, low - position); t < UNIT && position + t < end; t++) {
             const int at = position + t;
-            std::memcpy(small() + t * A, cache.value_rows(row.blocks[at / cache.P], tile.kv_head, at % cache.P), sizeof(T) * A);
+            std::memcpy(into + t * A, cache.value_rows(row.blocks[at / cache.P], tile.kv_head, at % cache.P), sizeof(T) * A);
         }
-        return small();
+        return into;
     }
 
     // What will be read soon: a block may lie anywhere, so the processor cannot guess it.
@@ -208,42 +218,41 @@ struct Attention {
         }
     }
 
-    // A unit as floats, where enough rows read it.
-    template <class Use>
-    void with(const T* unit, const Use& use) const {
-        if (sizeof(T) == 4 || rows <= 4) return use(unit);
-        for (int i = 0; i < UNIT * A; i += W) store(s.wide + i, wide(unit + i));
-        use((const float*)s.wide);
+    bool widens() const { return sizeof(T) == 2 && rows > 4; }  // as many rows read it: floats are made once
+    const float* widen(const T* unit, int number) const {
+        float* into = s.wide + number * UNIT * A;
+        for (int i = 0; i < UNIT * A; i += W) store(into + i, wide(unit + i));
+        return into;
     }
 
     void begin(const float* q, size_t stride, int G, float scale) {
         for (int r = 0; r < rows; r++) {
             const int token = r / tile.heads, head = tile.kv_head * G + tile.head + r % tile.heads;
             const float* from = q + size_t(row.first + tile.first + token) * stride + size_t(head) * A;
-            for (int d = 0; d < A; d++) s.q[r * MOST_HEAD + d] = from[d] * scale;
-            std::memset(s.out + r * MOST_HEAD, 0, sizeof(float) * A);
+            for (int d = 0; d < A; d++) s.q[r * span + d] = from[d] * scale;
+            std::memset(s.out + r * span, 0, sizeof(float) * A);
             s.largest[r] = -INFINITY;
             s.total[r] = 0;
         }
     }
 
-    // Scores of a chunk become weights; what was summed before is brought to the new largest score.
-    void soften(int r, int chunk) {
-        const int token = r / tile.heads, from = std::min(CHUNK, sees_from(token, chunk)), to = sees_to(token, chunk, CHUNK);
+    // Scores of a chunk become weights, `size` of them in whole units; what was summed before is brought to the new
+    // largest score.
+    void soften(int r, int chunk, int size) {
+        const int token = r / tile.heads, from = std::min(size, sees_from(token, chunk)), to = sees_to(token, chunk, size);
         float* scores = s.scores + r * CHUNK;
         for (int t = 0; t < from; t++) scores[t] = -INFINITY;
-        for (int t = std::max(0, to); t < CHUNK; t++) scores[t] = -INFINITY;
-        F most = load<F>(scores);
-        for (int t = W; t < CHUNK; t += W) {
+        for (int t = std::max(0, to); t < size; t++) scores[t] = -INFINITY;
+        F most = splat(s.largest[r]);
+        for (int t = 0; t < size; t += W) {
             const F x = load<F>(scores + t);
             most = x > most ? x : most;
         }
-        float largest = s.largest[r];
-        for (int i = 0; i < W; i++) largest = std::max(largest, most[i]);
+        const float largest = across(most, [](F a, F b) { return a > b ? a : b; });
         // nothing but -inf so far: no weight to any key, and 0 / 0 in the end if it stays so
         const float shift = largest == -INFINITY ? 0.0f : largest;
         F total{};
-        for (int t = 0; t < CHUNK; t += W) {
+        for (int t = 0; t < size; t += W) {
             const F e = exp_below_zero(load<F>(scores + t) - shift);
             store(scores + t, e);
             total += e;
@@ -252,31 +261,52 @@ struct Attention {
         s.total[r] = s.total[r] * before + sum(total);
         s.largest[r] = largest;
         if (before != 1.0f)
-            for (int d = 0; d < A; d += W) store(s.out + r * MOST_HEAD + d, load<F>(s.out + r * MOST_HEAD + d) * before);
+            for (int d = 0; d < A; d += W) store(s.out + r * span + d, load<F>(s.out + r * span + d) * before);
     }
 
-    void add(int chunk, int at) {
-        const float* weights = s.scores + (at - chunk);
-        with(values_at(at), [&](auto* values) {
-            // every token of the tile sees it all, or each its own part
-            if (sees_from(tile.count - 1, at) == 0 && sees_to(0, at, UNIT) == UNIT)
-                return value_unit(s, 0, rows, values, A, weights, 0, UNIT);
-            for (int token = 0; token < tile.count; token++) {
-                const int from = sees_from(token, at), to = sees_to(token, at, UNIT), r = token * tile.heads;
-                if (from < to) value_unit(s, r, r + tile.heads, values, A, weights, from, to);
-            }
-        });
+    // Whether every token of the tile sees all of a unit.
+    bool whole(int at) const { return sees_from(tile.count - 1, at) == 0 && sees_to(0, at, UNIT) == UNIT; }
+
+    void add_whole(int at, int end_at, const float* weights) {
+        const T* units[CHUNK / UNIT];
+        const float* floats[CHUNK / UNIT];
+        int count = 0;
+        for (; at < end_at; at += UNIT, count++) {
+            units[count] = values_at(at, count);
+            if (widens()) floats[count] = widen(units[count], count);
+        }
+        if (widens()) value_units(s, span, 0, rows, floats, count, A, weights, 0, UNIT);
+        else value_units(s, span, 0, rows, units, count, A, weights, 0, UNIT);
+    }
+    void add_partial(int at, const float* weights) {
+        const T* values = values_at(at, 0);
+        for (int token = 0; token < tile.count; token++) {
+            const int from = sees_from(token, at), to = sees_to(token, at, UNIT), r = token * tile.heads;
+            if (from < to) value_units(s, span, r, r + tile.heads, &values, 1, A, weights, from, to);
+        }
+    }
+    // Values of positions [at, last) of a chunk, in their order.
+    void add(int chunk, int at, int last) {
+        for (; at < last && !whole(at); at += UNIT) add_partial(at, s.scores + (at - chunk));
+        const int first = at;
+        while (at < last && whole(at)) at += UNIT;
+        if (first < at) add_whole(first, at, s.scores + (first - chunk));
+        for (; at < last; at += UNIT) add_partial(at, s.scores + (at - chunk));
     }
 
     void run() {
+        for (int at = low / UNIT * UNIT; at < std::min(end, low + CHUNK); at += UNIT) fetch(at);
         for (int chunk = low / CHUNK * CHUNK; chunk < end; chunk += CHUNK) {
             const int first = std::max(chunk, low / UNIT * UNIT), last = std::min(end, chunk + CHUNK);
             for (int at = first; at < last; at += UNIT) {
-                if (at + UNIT < end) fetch(at + UNIT);
-                with(keys_at(at), [&](auto* keys) { score_unit(s, rows, keys, A, s.scores + (at - chunk)); });
+                if (at + CHUNK < end) fetch(at + CHUNK);
+                const T* keys = keys_at(at);
+                if (widens()) score_unit(s, span, rows, widen(keys, 0), A, s.scores + (at - chunk));
+                else score_unit(s, span, rows, keys, A, s.scores + (at - chunk));
             }
-            for (int r = 0; r < rows; r++) soften(r, chunk);
-            for (int at = first; at < last; at += UNIT) add(chunk, at);
+            const int size = (last - chunk + UNIT - 1) / UNIT * UNIT;
+            for (int r = 0; r < rows; r++) soften(r, chunk, size);
+            add(chunk, first, last);
         }
     }
 
@@ -285,7 +315,7 @@ struct Attention {
             const int token = r / tile.heads, head = tile.kv_head * G + tile.head + r % tile.heads;
             float* to = out + size_t(row.first + tile.first + token) * stride + size_t(head) * A;
             const float inverse = 1.0f / s.total[r];
-            for (int d = 0; d < A; d++) to[d] = s.out[r * MOST_HEAD + d] * inverse;
+            for (int d = 0; d < A; d++) to[d] = s.out[r * span + d] * inverse;
         }
     }
 };

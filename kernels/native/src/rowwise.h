@@ -30,16 +30,6 @@ INLINE I nearest(F v) {  // ties to even, for numbers below 2^22
 }
 INLINE I magnitude(F v) { return (I)v & 0x7fffffff; }  // ordered like |v|; what is not finite is above all
 INLINE I larger(I a, I b) { return a > b ? a : b; }
-template <class Combine>
-INLINE int32_t across(I v, const Combine& combine) {
-    for (int half = W / 2; half > 0; half /= 2) {
-        I other;
-        UNROLL
-        for (int i = 0; i < W; i++) other[i] = v[(i + half) % W];
-        v = combine(v, other);
-    }
-    return v[0];
-}
 INLINE float largest_of(I magnitudes) {  // NaN where any of them is not finite
     const int32_t bits = across(magnitudes, [](I a, I b) { return larger(a, b); });
     float most;

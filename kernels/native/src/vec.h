@@ -142,8 +142,18 @@ INLINE F from_bfloat(const uint16_t* h) {
 
 INLINE F to_float(I i) { return __builtin_convertvector(i, F); }
 
+// All lanes combined, in halves: by a sum, or by whatever else.
+template <class V, class Combine>
+INLINE auto across(V v, const Combine& combine) {
+    UNROLL
+    for (int half = W / 2; half > 0; half /= 2) {
+        V other;
+        UNROLL
+        for (int i = 0; i < W; i++) other[i] = v[(i + half) % W];
+        v = combine(v, other);
+    }
+    return v[0];
+}
 INLINE float sum(F f) {
-    float total = 0;
-    for (int i = 0; i < W; i++) total += f[i];
-    return total;
+    return across(f, [](F a, F b) { return a + b; });
 }

@@ -34,7 +34,7 @@ def pool(library: c.Library, threads: int = 2) -> c.Pool:
 
 def instruction(op: int, **fields: object) -> c.Instruction:
     """An instruction; what is not named reads and writes nothing."""
-    return c.Instruction(**{"op": op, "x": NONE, "y": NONE, "z": NONE, "quantized": -1, "heads": 1, **fields})  # type: ignore[arg-type]
+    return c.Instruction(**{"op": op, "x": NONE, "y": NONE, "z": NONE, "quantized": -1, "heads": 1, **fields})
 
 
 def run_rows(

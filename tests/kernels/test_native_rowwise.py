@@ -178,3 +178,29 @@ def test_a_pool_under_stress():
         for driver in drivers:
             driver.join()
     assert not failures
+
+
+def test_times_of_instructions():
+    library, width = load("auto"), 64
+    weight = c.PackedWeight(library, torch.randn(width, width))
+    view, out = c.View(0, 0, width), c.View(OUTPUT, 0, width)
+    lines = [take(width), instruction(Op.LINEAR, x=view, y=out, weight=weight.address)]
+    program = c.CompiledProgram(library, lines, [c.Buffer(width, 0)])
+    calls = library.calls
+    calls.triptych_profile.argtypes = (ctypes.c_void_p, ctypes.c_int)
+    calls.triptych_times.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    times = (ctypes.c_double * 2)()
+    x, y = torch.randn(200, width), torch.empty(200, width)
+    step = c.StepOfC(tokens=200, input=x.data_ptr(), output=y.data_ptr())
+    calls.triptych_profile(program._address, 1)
+    begin = time.perf_counter()
+    for _ in range(3):
+        program.run(pool(library), step)
+    took = time.perf_counter() - begin
+    calls.triptych_times(program._address, ctypes.addressof(times))
+    assert times[1] > 0.0
+    assert times[0] + times[1] < took
+    calls.triptych_profile(program._address, 0)
+    program.run(pool(library), step)
+    calls.triptych_times(program._address, ctypes.addressof(times))
+    assert list(times) == [0.0, 0.0]

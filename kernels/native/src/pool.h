@@ -34,10 +34,10 @@ INLINE void relax() {
 #endif
 }
 
-static inline double seconds() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
+static inline uint64_t now() {  // nanoseconds
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return uint64_t(time.tv_sec) * 1000000000u + uint64_t(time.tv_nsec);
 }
 
 class Pool {
@@ -57,7 +57,8 @@ class Pool {
     int threads() const { return 1 + int(helpers_.size()); }
 
     // Runs work(phase, item, thread) for all items. counts[p]: the items of phase p, at most MOST_PHASES of them.
-    // times[p], where asked for, receives the seconds that phase p took. One caller at a time.
+    // times[p], where asked for, receives the seconds that phase p took: from the end of the one before to the last
+    // thread's end. One caller at a time.
     template <class Work>
     void run(const std::vector<uint32_t>& counts, const Work& work, double* times = nullptr) {
         const uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
@@ -66,22 +67,30 @@ class Pool {
             left_[p].store(pack(epoch, counts[p]), std::memory_order_relaxed);
         }
         phases_.store(uint32_t(counts.size()), std::memory_order_relaxed);
+        timed_.store(times != nullptr, std::memory_order_relaxed);
+        if (times && !ends_) ends_.reset(new Counter[MOST_PHASES]());
+        for (size_t p = 0; times && p < counts.size(); p++) ends_[p].store(0, std::memory_order_relaxed);
+        uint64_t before = times ? now() : 0;
         context_ = &work;
         call_ = [](const void* context, uint32_t phase, uint32_t item, int thread) {
             (*static_cast<const Work*>(context))(phase, item, thread);
         };
         epoch_.store(epoch, std::memory_order_seq_cst);
         if (sleepers_.load(std::memory_order_seq_cst) > 0) wake();
-        take_part(epoch, 0, times);
+        take_part(epoch, 0);
+        for (size_t p = 0; times && p < counts.size(); p++) {
+            const uint64_t end = std::max(before, ends_[p].load(std::memory_order_relaxed));
+            times[p] = 1e-9 * double(end - before);
+            before = end;
+        }
     }
 
   private:
     typedef std::atomic<uint64_t> Counter;
     static uint64_t pack(uint32_t epoch, uint32_t items) { return uint64_t(epoch) << 32 | items; }
 
-    void take_part(uint32_t epoch, int thread, double* times) {
+    void take_part(uint32_t epoch, int thread) {
         const uint32_t phases = phases_.load(std::memory_order_relaxed), share = 2 * uint32_t(threads());
-        double begin = times ? seconds() : 0;
         for (uint32_t p = 0; p < phases; p++) {
             for (;;) {
                 uint64_t seen = todo_[p].load(std::memory_order_acquire);
@@ -91,14 +100,18 @@ class Pool {
                 const uint32_t taken = std::max<uint32_t>(1, items / share);
                 if (!todo_[p].compare_exchange_weak(seen, seen - taken, std::memory_order_acq_rel)) continue;
                 for (uint32_t at = 1; at <= taken; at++) call_(context_, p, items - at, thread);
+                if (timed_.load(std::memory_order_relaxed)) note_end(p);
                 left_[p].fetch_sub(taken, std::memory_order_acq_rel);
             }
             if (!wait(p, epoch)) return;
-            if (times) {
-                const double end = seconds();
-                times[p] = end - begin;
-                begin = end;
-            }
+        }
+    }
+
+    // Whoever ends last is right, whichever thread it is: the first may have been put aside.
+    void note_end(uint32_t p) {
+        const uint64_t end = now();
+        uint64_t known = ends_[p].load(std::memory_order_relaxed);
+        while (known < end && !ends_[p].compare_exchange_weak(known, end, std::memory_order_relaxed)) {
         }
     }
 
@@ -127,7 +140,7 @@ class Pool {
                 }
             }
             if (stopping_) return;
-            take_part(epoch, thread, nullptr);
+            take_part(epoch, thread);
             seen = epoch;
         }
     }
@@ -137,8 +150,9 @@ class Pool {
     const int spins_;
     std::atomic<uint32_t> epoch_{0};
     std::atomic<int> sleepers_{0};
-    std::atomic<bool> stopping_{false};
+    std::atomic<bool> stopping_{false}, timed_{false};
     const std::unique_ptr<Counter[]> todo_{new Counter[MOST_PHASES]()}, left_{new Counter[MOST_PHASES]()};
+    std::unique_ptr<Counter[]> ends_;
     std::atomic<uint32_t> phases_{0};
     const void* context_ = nullptr;
     void (*call_)(const void*, uint32_t, uint32_t, int) = nullptr;

@@ -88,5 +88,6 @@ class Ops(Generic[V]):
     rope: Callable[[V, V, V], V]  # x_TNA, cos_TE, sin_TE
     silu_mul: Callable[[V], V]  # gate_up_T2F
     # of tensors alone
+    largest: Callable[[Tensor], tuple[list[int], list[float]]]  # x_NV, float32
     kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]  # k_TKA, v_TKA, k_cache, v_cache, slots_T
     prepare_attention: Callable[[Rows, int | None], Callable[[Tensor, Tensor, Tensor, float], Tensor]]

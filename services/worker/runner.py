@@ -133,7 +133,7 @@ class TorchRunner:
         self._cache = None  # the old one goes before the new one comes
         self._cache = KVCache(model.kv_layout, shape, model.device)
         self._states = States(shape)
-        self._sampler = Sampler(loaded.vocab_size, model.device)
+        self._sampler = Sampler(loaded.vocab_size, model.device, model.ops.largest)
         self._pooler = Pooler()
 
     def reset(self) -> None:
@@ -185,7 +185,8 @@ class TorchRunner:
         if sampling:
             asked = [span for span, _ in sampling]
             given = masks() if any(span.flags & MASKED for span in asked) else {}
-            hidden_SD = hidden_TD[batch.logits_at_S]
+            all_sample = len(batch.logits_at_S) == len(hidden_TD)
+            hidden_SD = hidden_TD if all_sample else hidden_TD[batch.logits_at_S]
             for span, sampled in zip(asked, self._sample(model, asked, hidden_SD, given), strict=True):
                 results.setdefault(span.row, _take(states, span, sampled))
         ordered = (results[row] for row in step.rows.tolist() if row in results)

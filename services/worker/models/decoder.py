@@ -52,13 +52,11 @@ class Decoder:
         """The program that a pass runs, to read; empty where there is none."""
         return self._forward.listing
 
-    @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
         """The final hidden states [T, D], normed; writes the keys and values of the batch into the cache."""
         rows = batch.rows(cache.block_size)
         return self._forward(StepTensors(batch.input_ids_T, batch.positions_T, batch.slots_T, rows, cache.tensor))
 
-    @torch.inference_mode()
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """float32 logits [S, V] of final hidden states."""
         return self._logits(hidden_SD).float()

@@ -212,8 +212,9 @@ class _Run:
     def __init__(self, engine: _Engine, recorder: Recorder, width: int) -> None:
         recorded = Listing.of(recorder)
         self.listing = recorded.text()
-        self.recorded = recorded
         self.compiled: CompiledProgram = recorded.compile(engine.library, engine.kv_dtype)
+        self._weights = [line.weight for line in recorder.lines]
+        recorder.lines.clear()  # symbols and their recorder hold each other: weights must not hang on them
         self._pool = engine.pool
         self._width = width
 
@@ -230,9 +231,9 @@ class Program(_Run):
     """A forward pass as one call. See kernels.ops.Pass."""
 
     def __init__(self, engine: _Engine, recorder: Recorder, width: int) -> None:
+        writes = [line.heads for line in recorder.lines if line.op is Op.KV_WRITE]
+        self._kv_heads = writes[0] if writes else 0
         super().__init__(engine, recorder, width)
-        writes = [line for line in recorder.lines if line.op is Op.KV_WRITE]
-        self._kv_heads = writes[0].heads if writes else 0
 
     def __call__(self, given: StepTensors) -> torch.Tensor:
         """What the mathematics gives for the tokens of a step."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -96,3 +98,21 @@ def test_one_thread_gives_what_two_give(pair, sequences):
     for run in runs:
         run.step((index, run.left(index)) for index in range(len(sequences)))
     assert all(torch.equal(*(run.all_logits(index) for run in runs)) for index in range(len(sequences)))
+
+
+def test_a_model_that_is_let_go_is_freed_at_once(pair, sequences):
+    """A sleeping worker gives its weights back: nothing of a program may hold itself."""
+    gc.disable()
+    try:
+        for ops in ("native", "torch"):
+            model, _ = load_model(pair[1], ops=ops)
+            run = Sequences(model, sequences[:1])
+            run.step([(0, 5)])
+            head = weakref.ref(model._weights.head)
+            kept = [weakref.ref(model), head]
+            if ops == "native":
+                kept.append(weakref.ref(model._weights.head.weight.pages))
+            del model, run
+            assert [each() for each in kept] == [None] * len(kept), ops
+    finally:
+        gc.enable()

@@ -34,9 +34,8 @@ class Decoder:
         )
         self._weights = weights
         self.ops = ops
-        inv_freq_E, self._rope_scale = frequencies(config.rope, config.head_dim)
-        self._inv_freq_E = inv_freq_E.to(self.device)
-        self._forward = ops.compile(self._hidden)
+        # Not methods of this object: what holds itself is not freed when it is let go.
+        self._forward = ops.compile(_Mathematics(config, weights, ops).hidden)
         self._logits = ops.compile_rows(weights.head, config.hidden_size)
 
     def one_layer(self) -> Decoder:
@@ -61,11 +60,22 @@ class Decoder:
         """float32 logits [S, V] of final hidden states."""
         return self._logits(hidden_SD).float()
 
-    def _hidden(self, step: Step[Any]) -> Any:
+
+class _Mathematics:
+    """The pass itself: symbols or tensors in, symbols or tensors out."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops[Any]) -> None:
+        self._config = config
+        self._weights = weights
+        self._ops = ops
+        inv_freq_E, self._rope_scale = frequencies(config.rope, config.head_dim)
+        self._inv_freq_E = inv_freq_E.to(weights.device)
+
+    def hidden(self, step: Step[Any]) -> Any:
         """x_TD of the step's tokens."""
-        ops, config, layers = self.ops, self.config, self._weights.layers
+        ops, config, layers = self._ops, self._config, self._weights.layers
         eps = config.rms_norm_eps
-        cos_TE, sin_TE = ops.rope_cos_sin(step.positions_T, self._inv_freq_E, self._rope_scale, self.dtype)
+        cos_TE, sin_TE = ops.rope_cos_sin(step.positions_T, self._inv_freq_E, self._rope_scale, self._weights.dtype)
         residual_TD = ops.embedding(step.ids_T, self._weights.embedding)
         x_TD = ops.rms_norm(residual_TD, layers[0].attention_norm_D, eps)
         next_norms = [layer.attention_norm_D for layer in layers[1:]] + [self._weights.final_norm_D]
@@ -79,7 +89,7 @@ class Decoder:
 
     def _queries_keys_values(self, layer: Layer, x_TD: Any, cos_TE: Any, sin_TE: Any) -> tuple[Any, Any, Any]:
         """Projected, normed where the model does so, and turned by position."""
-        config, ops = self.config, self.ops
+        config, ops = self._config, self._ops
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
         qk_TNA, v_TKA = ops.split_heads(layer.qkv(x_TD), (heads + kv_heads, kv_heads), size)
         if layer.q_norm_A is not None and layer.k_norm_A is not None:

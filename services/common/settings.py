@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import tomllib
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -189,8 +190,9 @@ def _subclasses(cls: type[Settings]) -> Iterable[type[Settings]]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error message: the known name that was probably meant, or nothing."""
+    """The end of an error message: the known name that was probably meant (maxTokens: max_tokens), or nothing."""
     if len(name) > 100:  # nobody meant it, and comparing takes time with the length
         return ""
-    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {match[0]!r}?" if match else ""
+    bare = {re.sub(r"[^a-z0-9]", "", other.lower()): other for other in known}
+    match = difflib.get_close_matches(re.sub(r"[^a-z0-9]", "", name.lower()), bare, n=1, cutoff=0.8)
+    return f"; did you mean {bare[match[0]]!r}?" if match else ""

@@ -27,6 +27,7 @@ class StepFailure:
     code: int
     message: str
     error_id: str | None = None
+    field: str | None = None  # of the Submit, where one is at fault
 
 
 class Owner(NamedTuple):

@@ -14,6 +14,7 @@ _NO_TOKEN = StepFailure(
     InvalidArgument("").code_number,
     "no token is left that may be sampled: "
     "allowed_token_ids, bad_words, min_tokens and the constraint together forbid all",
+    field="sampling",
 )
 
 

@@ -49,7 +49,7 @@ class Asked:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] | None = None
     seed: int | None = None
-    n: int | None = None
+    n: object = None
     num_speculative_tokens: int | None = None
     # when it ends
     max_tokens: int | None = None

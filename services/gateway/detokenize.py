@@ -1,4 +1,4 @@
-"""Token ids to text, one at a time. Knows a vocabulary; nothing of stops or clients.
+"""Token ids to text, one at a time, and back to the bytes behind it. Knows a vocabulary; nothing of stops or clients.
 
 A detokenizer takes the ids of one choice in order and gives the text that each one completed. An
 id is *released* with its text; released texts come in the order of the ids, one per id.
@@ -19,6 +19,7 @@ from codecs import utf_8_decode
 from collections.abc import Sequence
 from typing import Protocol
 
+from services.gateway.request import Delta
 from services.gateway.vocabulary import Vocabulary, strip_left
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -177,3 +178,51 @@ class PieceDetokenizer:
         if self._strip and text:
             text, self._strip = strip_left(text, self._joining.strip_char, self._strip)
         return text
+
+
+class ShownBytes:
+    """The bytes of each token as the text of its choice has them: joined, they are that text in UTF-8.
+
+    ids    f0 9f 94 a5    " a"   </s>        a token's own bytes where its text is shown as it is,
+    text   "" "" "" "🔥"  "a"    ""          otherwise those of the text: some of it may be left out, or all
+    bytes  f0 9f 94 a5     61    nothing
+    """
+
+    __slots__ = ("_begun", "_skipped", "_vocabulary")
+
+    def __init__(self, vocabulary: Vocabulary, *, skip_special_tokens: bool) -> None:
+        self._vocabulary = vocabulary
+        self._skipped = vocabulary.special_ids if skip_special_tokens else frozenset[int]()
+        self._begun: dict[int, tuple[bytes, str]] = {}  # per choice: of a character that its next token goes on with
+
+    def of(self, delta: Delta) -> list[bytes]:
+        """The bytes of each token of the next delta: of all that the model wrote, whatever it is read as."""
+        begun = self._begun.pop(delta.choice, _NOTHING)
+        shares, begun = self._share(delta.token_ids, delta.written or delta.texts, begun, last=delta.finish is not None)
+        if begun[0]:
+            self._begun[delta.choice] = begun
+        return shares
+
+    def of_text(self, token_ids: Sequence[int], texts: Sequence[str]) -> list[bytes]:
+        """The bytes of each token of a text that ends with them."""
+        return self._share(token_ids, texts, _NOTHING, last=True)[0]
+
+    def _share(
+        self, token_ids: Sequence[int], texts: Sequence[str], begun: tuple[bytes, str], *, last: bool
+    ) -> tuple[list[bytes], tuple[bytes, str]]:
+        texts = [*texts, *[""] * (len(token_ids) - len(texts))]
+        shares: list[bytes] = []
+        own, shown = begun
+        start = 0
+        for end, (token_id, text) in enumerate(zip(token_ids, texts, strict=True), 1):
+            shares.append(b"" if token_id in self._skipped else self._vocabulary.token_bytes(token_id))
+            own, shown = own + shares[-1], shown + text
+            whole, rest = _decode(own)
+            if not rest or whole != shown or (last and end == len(texts)):
+                if rest or whole != shown or whole.encode() != own:
+                    shares[start:] = [part.encode() for part in texts[start:end]]
+                start, (own, shown) = end, _NOTHING
+        return shares, (own, shown)
+
+
+_NOTHING = (b"", "")

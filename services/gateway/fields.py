@@ -128,10 +128,10 @@ FIELDS: tuple[Field, ...] = (
     _same("frequency_penalty", _PENALTY, _SAMPLED, "Subtracted per occurrence in the output."),
     _same("presence_penalty", _PENALTY, _SAMPLED, "Subtracted where a token stands in the output."),
     _same("logit_bias", Bias(LIMITS.token_ids), _SAMPLED, "Added to the logits of single tokens."),
-    _same("allowed_token_ids", Ids(LIMITS.token_ids), _SAMPLED, "Only these ids; empty means all."),
+    _same("allowed_token_ids", Ids(LIMITS.token_ids, least=1), _SAMPLED, "Only these ids."),
     _same("bad_words", Texts(LIMITS.bad_words, LIMITS.stop_bytes), _SAMPLED, "Words that may not appear."),
     _same("seed", Int(-(2**63), 2**64 - 1), _SAMPLED, "Makes sampling repeatable; drawn when unset."),
-    _same("n", Int(1, 1 << 16), Api.GENERATE, "Choices; 1 by default."),
+    _same("n", Anything("an integer"), Api.GENERATE, "Choices, at most as many as the engine allows; 1 by default."),
     _same(
         "num_speculative_tokens",
         Int(0, LIMITS.drafts),
@@ -331,6 +331,11 @@ class Caller:
     def spell(self, name: str) -> str:
         """A field as the client knows it."""
         return self.within + (_GRPC_NAMES.get(name, self.prefix + name) if self.prefix else name)
+
+    @property
+    def turns(self) -> str:
+        """The conversation as the client knows it."""
+        return "input" if self.api is Api.RESPONSES else f"{self.within}messages"
 
 
 def accepted(api: Api) -> dict[str, Field]:

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from services.common.errors import TriptychError, Unavailable, internal
+from services.common.errors import InvalidArgument, TriptychError, Unavailable, internal
 from services.gateway.constraints.parts import spelled
 from services.gateway.pipeline import ChoicePipeline
 from services.gateway.request import (
@@ -68,6 +68,7 @@ class Generation:
         self._on_finish = on_finish
         self._interval = shown.stream_interval
         self._constraint = spec.sampling.constraint
+        self._forbids = spec.forbids
         matcher = StopMatcher(spec.text.stop) if spec.text.stop else None
         self._pipelines = [
             ChoicePipeline(
@@ -95,7 +96,7 @@ class Generation:
         What queued up while the reader was busy is merged.
         """
         while self._running:
-            if deltas := self._take_due(self._apply(await self._receive())):
+            if deltas := self._take(self._apply(await self._receive())):
                 return deltas
         return []
 
@@ -103,14 +104,14 @@ class Generation:
         """What `read` would give, handed to `take` as it comes, until `take` wants no more or all have ended."""
 
         def on_events(events: Sequence[EngineEvent]) -> bool:
-            deltas = self._take_due(self._apply(events))
+            deltas = self._take(self._apply(events))
             return (not deltas or take(deltas)) and bool(self._running)
 
         try:
             if self._running:
                 await self._stream.feed(on_events)
         except TriptychError as error:
-            raise spelled(error, self._constraint) from error
+            raise self._spelled(error) from error
 
     async def whole(self) -> list[Delta]:
         """One delta per choice, when all have ended."""
@@ -144,7 +145,13 @@ class Generation:
         try:
             return await self._stream.receive()
         except TriptychError as error:
-            raise spelled(error, self._constraint) from error
+            raise self._spelled(error) from error
+
+    def _spelled(self, error: TriptychError) -> TriptychError:
+        """The engine's error, with the field at fault as the client spells it."""
+        if error.field == "sampling" and self._forbids is not None:
+            return InvalidArgument(f"{self._forbids}: {error.message}", field=self._forbids, reason=error.reason)
+        return spelled(error, self._constraint)
 
     def _apply(self, events: Sequence[EngineEvent]) -> Sequence[int]:
         """Takes events in; gives the choices that they concern, in order of their first event."""
@@ -178,17 +185,17 @@ class Generation:
         if not event.finish:
             self._stream.abort(event.choice, FinishReason.STOP_STRING, pipeline.kept_tokens)
 
-    def _take_due(self, choices: Sequence[int]) -> list[Delta]:
-        return self._take(choices if self._interval == 1 else [choice for choice in choices if self._is_due(choice)])
-
     def _is_due(self, choice: int) -> bool:
         """Whether a delta may come now: the first and the last at once, the others with enough tokens."""
         pipeline = self._pipelines[choice]
         return choice not in self._begun or pipeline.finish is not None or pipeline.ready_tokens >= self._interval
 
     def _take(self, choices: Sequence[int]) -> list[Delta]:
+        """A delta of each of these choices that is due and has something to tell."""
         deltas, usage = [], self.usage
         for choice in choices:
+            if self._interval > 1 and not self._is_due(choice):
+                continue
             delta = self._pipelines[choice].take()
             if delta is not None:
                 self._begun.add(choice)

@@ -34,7 +34,8 @@ AbortSender = Callable[["EngineRequest", FinishReason, int | None, int | None], 
 
 
 _TOLD = 32
-"""Readers that are told in one turn of the loop."""
+"""Readers that are told in one turn of the loop. With twice as many, 256 streams were all told before the router
+had the next step: nothing was merged, and half as many tokens went through (measured: 22,000 instead of 35,000/s)."""
 
 
 class Turns:
@@ -178,7 +179,8 @@ class EngineRequest:
             choice.finish = finish
             self.unfinished -= 1
         self._ready[index] = choice
-        self._wake()
+        if not self._queued:
+            self._wake()
 
     def take_started(self, cached_tokens: int) -> None:
         """The request ran for the first time; after a replay that is no news."""

@@ -194,15 +194,16 @@ class Ids:
     """Token ids. Whether the vocabulary has them is checked with the model at hand."""
 
     most: int
+    least: int = 0
 
     @property
     def wanted(self) -> str:
         """For an error message."""
-        return f"an array of at most {self.most} token ids"
+        return f"an array of {f'{self.least} to' if self.least else 'at most'} {self.most} token ids"
 
     def read(self, value: object, field: str) -> tuple[int, ...]:
         """The ids."""
-        if not isinstance(value, list | tuple) or len(value) > self.most:
+        if not isinstance(value, list | tuple) or not self.least <= len(value) <= self.most:
             raise wrong(field, self.wanted, value)
         return read_ids(value, field)
 

@@ -210,7 +210,7 @@ def _read_call(call: object, where: str) -> ToolCall:
     if not isinstance(arguments, str | None):
         raise wrong(f"{where}.function.arguments", "a string with JSON", arguments)
     check_arguments(arguments or "", f"{where}.function.arguments")
-    return ToolCall(name, arguments or "", _string(call, "id", where))
+    return ToolCall(name, arguments or "", _string(call, "id", where) or None)
 
 
 def _check_keys(entry: dict[str, Any], where: str, keys: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ from services.gateway.request import (
     Delta,
     Finish,
     FinishReason,
+    Piece,
     Position,
     TextOptions,
     ToolCallDelta,
@@ -105,10 +106,13 @@ class ChoicePipeline:
         for token_id in ids[:-1] if silent else ids:
             self._received += 1
             self._unreleased.append(token_id)
-            for text in self._detokenize(token_id):
-                if unread:
+            texts = self._detokenize(token_id)
+            if unread:
+                for text in texts:
                     self._ready.append((self._unreleased.popleft(), text))
-                elif self._accept(Span(self._unreleased.popleft(), text)):
+                continue
+            for left, text in enumerate(texts, 1 - len(texts)):
+                if self._accept(Span(self._unreleased.popleft(), text), more=left < 0 and not text):
                     return
         if tokens.finish:
             self._end(tokens.finish, ids[-1:], silent)
@@ -153,8 +157,11 @@ class ChoicePipeline:
         """Whether the last id ends the text without being part of it."""
         return finish is FinishReason.EOS or (finish is FinishReason.STOP_ID and not self._include_stop)
 
-    def _accept(self, span: Span) -> bool:
-        """Takes the next span; tells whether the text ended there: by a stop string, or after the last call."""
+    def _accept(self, span: Span, *, more: bool = False) -> bool:
+        """Takes the next span; tells whether the text ended there: by a stop string, or after the last call.
+
+        With `more` it is a piece of a character that is there already: what becomes of both is decided at once.
+        """
         if self._scanner is None:
             if self._answer is None:
                 self._ready.append(span)
@@ -162,7 +169,7 @@ class ChoicePipeline:
             return self._release((span,))
         match = self._scanner.push(span)
         if match is None:
-            return self._release(self._scanner.released())
+            return not more and self._release(self._scanner.released())
         if not self._release(self._scanner.cut(match)):
             self._finish(Finish(FinishReason.STOP_STRING, stop_string=match.stop))
         self._received = self._emitted + len(self._ready)
@@ -212,7 +219,7 @@ _STOPS = (FinishReason.STOP_ID, FinishReason.STOP_STRING)
 class _Answer:
     """The spans of one choice on their way through its parser: a token goes on when its text is settled."""
 
-    __slots__ = ("_calls", "_marks", "_parser", "_reasoned", "_reasoning", "_released", "_waiting")
+    __slots__ = ("_marks", "_parser", "_pieces", "_reasoned", "_released", "_waiting", "_written")
 
     def __init__(self, vocabulary: Vocabulary, options: TextOptions) -> None:
         self._parser = AnswerParser(options.reasoning, options.tools)
@@ -221,12 +228,12 @@ class _Answer:
             for token_id in options.kept_ids
             if options.skip_special_tokens and token_id in vocabulary.special_ids
         }
-        self._waiting: deque[tuple[int, int]] = deque()  # where a token's text ends in the parser's, and the token
+        self._waiting: deque[tuple[int, Span]] = deque()  # where a token's text ends in the parser's, and the token
         self._released = 0  # characters of the tokens that have gone on
         # Of these tokens, since it was last told:
         self._reasoned = 0
-        self._reasoning: list[str] = []
-        self._calls: list[ToolCallDelta] = []
+        self._written: list[str] = []
+        self._pieces: list[Piece] = []
 
     @property
     def holding(self) -> bool:
@@ -253,7 +260,7 @@ class _Answer:
         self._parser.push(span.text)
         if span.token_id in self._marks:
             self._parser.push(self._marks[span.token_id], hidden=True)
-        self._waiting.append((self._parser.fed, span.token_id))
+        self._waiting.append((self._parser.fed, span))
 
     def finish(self) -> None:
         """No more spans come."""
@@ -266,34 +273,40 @@ class _Answer:
             return  # it is not known yet whether the answer begins with reasoning
         while self._waiting and self._waiting[0][0] <= settled:
             self._reasoned += answer_at is None or self._released < answer_at
-            self._released, token_id = self._waiting.popleft()
+            self._released, (token_id, text) = self._waiting.popleft()
+            self._written.append(text)
             yield Span(token_id, self._sort())
 
     def _sort(self) -> str:
         """Takes what is known by the last token that went on; gives the part that is the answer's text."""
-        events, text = self._parser.events, ""
+        events, token, text = self._parser.events, len(self._written) - 1, ""
         while events and events[0].end <= self._released:
             _, what, part = events.popleft()
             if what is Kind.CONTENT:
                 text += part
+                self._pieces.append(Piece(token, part))
             elif what is Kind.REASONING:
-                self._reasoning.append(part)
+                self._pieces.append(Piece(token, "", part))
             else:
-                self._calls.append(what)
+                self._pieces.append(Piece(token, "", "", what))
         return text
 
     @property
     def news(self) -> bool:
         """Whether there is something to tell beside text."""
-        return bool(self._reasoning or self._calls)
+        return bool(self._pieces)
 
     def tell(self, delta: Delta) -> None:
         """Puts into a delta what there is to tell beside text."""
-        delta.reasoning = "".join(self._reasoning)
+        pieces = self._pieces
+        delta.pieces = pieces
+        delta.reasoning = "".join([piece.reasoning for piece in pieces])
         delta.reasoning_tokens = self._reasoned
-        delta.tool_calls = _joined_calls(self._calls) if self._calls else ()
+        calls = [piece.call for piece in pieces if piece.call is not None]
+        delta.tool_calls = _joined_calls(calls) if calls else ()
         delta.call_cut = delta.finish is not None and self._parser.open
-        self._reasoning, self._calls, self._reasoned = [], [], 0
+        delta.written = tuple(self._written)
+        self._pieces, self._written, self._reasoned = [], [], 0
 
 
 def _joined_calls(pieces: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:

@@ -18,7 +18,7 @@ from services.gateway import toolless
 from services.gateway.answers import AnswerForm, effort_variables, read_effort
 from services.gateway.asked import Asked
 from services.gateway.chat import RESERVED, ChatTemplate, Conversation
-from services.gateway.fields import Caller
+from services.gateway.fields import Api, Caller
 from services.gateway.kinds import wrong
 from services.gateway.limits import DEFAULT_LIMITS
 from services.gateway.messages import Message
@@ -75,7 +75,8 @@ class Prompts:
         talk = self._tool_talk if tools else self._talk
         if talk is None:
             raise InvalidArgument(
-                f"messages: the model {self._facts.name} has no chat template; send a prompt instead", field="messages"
+                f"{caller.turns}: the model {self._facts.name} has no chat template; send a prompt instead",
+                field=caller.turns,
             )
         return talk
 
@@ -86,8 +87,11 @@ class Prompts:
         talk = await self._talk_for(asked, caller, tools=bool(tools))
         conversation = _conversation(asked, caller, talk, messages, tools)
         size = sum(len(message.text) for message in conversation.messages)
-        text = await self._pool.run(lambda _: talk.template.render(conversation), size=size)
-        ids = await self.ids(text, asked, caller, "messages", add_special_tokens=bool(asked.add_special_tokens))
+        try:
+            text = await self._pool.run(lambda _: talk.template.render(conversation), size=size)
+        except InvalidArgument as error:
+            raise _spelled(error, caller) from None
+        ids = await self.ids(text, asked, caller, caller.turns, add_special_tokens=bool(asked.add_special_tokens))
         return Rendered(ids, text, talk)
 
     async def ids(
@@ -150,6 +154,14 @@ def _conversation(
         _documents(asked, caller, template),
         tools,
     )
+
+
+def _spelled(error: InvalidArgument, caller: Caller) -> InvalidArgument:
+    """A template's error with its place as the client knows it; items of an input are not turns one by one."""
+    place = error.field or ""
+    field = caller.turns if caller.api is Api.RESPONSES else caller.within + place
+    words = error.message.removeprefix(place)
+    return InvalidArgument(error.message if words == error.message else field + words, field=field)
 
 
 def _documents(asked: Asked, caller: Caller, template: ChatTemplate) -> list[Mapping[str, Any]] | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -149,6 +149,7 @@ class GenerateSpec:
     traceparent: str | None = None
     pooling: Literal["mean", "last"] | None = None  # a vector is wanted instead of tokens
     labels: Mapping[str, str] = field(default_factory=dict)  # the client's own words, for the log
+    forbids: str | None = None  # the field that leaves fewest tokens to sample, as the client spells it
 
 
 class TokenLogprob(NamedTuple):
@@ -219,6 +220,18 @@ class ToolCallDelta:
     name: str | None = None
 
 
+class Piece(NamedTuple):
+    """One thing that a parser found: some text of the answer, or of the reasoning before it, or a piece of a call.
+
+    `token` says which token of the delta made it known, counted from 0.
+    """
+
+    token: int
+    text: str = ""
+    reasoning: str = ""
+    call: ToolCallDelta | None = None
+
+
 @dataclass(slots=True)  # as ChoiceTokens
 class Delta:
     """New text of one choice with the tokens behind it: text, ids and logprobs are cut at one token.
@@ -228,6 +241,9 @@ class Delta:
     Tokens whose text was cut off or left out (a stop string, an EOS id), or is reasoning or a call, have "" there.
     The first `reasoning_tokens` of the tokens came before the answer.
     `call_cut` comes with `finish`: the answer ended before the arguments of its last call were complete.
+
+    Where reasoning or calls are read, `pieces` has all that is told, in the order in which the model wrote it, and
+    `written` what each token wrote before that was read; a token at the end that wrote nothing may be missing there.
     """
 
     choice: int
@@ -241,6 +257,8 @@ class Delta:
     tool_calls: tuple[ToolCallDelta, ...] = ()
     reasoning_tokens: int = 0
     call_cut: bool = False
+    pieces: Sequence[Piece] = ()
+    written: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

@@ -121,12 +121,22 @@ class StopScanner:
         return best
 
     def released(self) -> Iterator[Span]:
-        """Takes out the tokens that lie wholly before anything that may become a match."""
+        """Takes out the tokens that lie wholly before anything that may become a match.
+
+        Those without text that come right before it stay: they may be pieces of its first character.
+        """
         held, hold = self._held, self._node.hold
-        while held and self._held_text - len(held[0].text) >= hold:
-            span = held.popleft()
-            self._held_text -= len(span.text)
-            yield span
+        count, left = 0, self._held_text
+        for span in held:
+            if left - len(span.text) < hold:
+                break
+            left -= len(span.text)
+            count += 1
+        while 0 < count < len(held) and not held[count - 1].text:
+            count -= 1
+        self._held_text = left
+        for _ in range(count):
+            yield held.popleft()
 
     def cut(self, match: StopMatch) -> Iterator[Span]:
         """Takes out all tokens, with the text cut at the match."""

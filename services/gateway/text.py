@@ -36,6 +36,7 @@ from services.gateway.validate import (
     ModelFacts,
     check_ids,
     check_prompt,
+    forbidding,
     labels,
     prompt_field,
     read_prompts,
@@ -220,17 +221,20 @@ class ModelText:
     async def _talk(self, request: _Request, messages: Sequence[Message]) -> Job:
         asked, caller = request.asked, request.caller
         if not messages:
-            raise wrong("messages", "at least one message", [])
+            raise wrong(caller.turns, "at least one message", [])
         if asked.echo and not asked.continue_final_message:
             raise InvalidArgument("echo: needs continue_final_message to be true", field="echo")
         flat = caller.api is Api.RESPONSES
         tools = read_tools(asked.tools, field=caller.spell("tools"), flat=flat)
         choice = read_tool_choice(asked.tool_choice, tools, field=caller.spell("tool_choice"), flat=flat)
+        if asked.parallel_tool_calls is False and not tools and not flat:  # a response shows it as it was said
+            field = caller.spell("parallel_tool_calls")
+            raise InvalidArgument(f"{field}: only allowed together with tools", field=field)
         shown = () if choice.mode == "none" else tools
         rendered = await self._prompts.conversation(asked, caller, messages, shown)
         continued = messages[-1].text if asked.continue_final_message else ""
         text = self._answer(request, rendered, continued, self._tools(request, rendered, shown, choice))
-        prompt = _Prompt(rendered.ids, "messages", continued if asked.echo else "")
+        prompt = _Prompt(rendered.ids, caller.turns, continued if asked.echo else "")
         calls = self._calls(request, text.tools, tools, choice)
         around = Surroundings(text.reasoning, self.vocabulary, () if calls is None else calls.marks)
         constraint = await self._constraints.build(asked, caller, calls=calls, around=around)
@@ -310,6 +314,7 @@ class ModelText:
             deadline_ms=envelope.deadline_ms,
             traceparent=envelope.traceparent,
             labels=labels(asked),
+            forbids=forbidding(asked, caller, constraint),
         )
         return Job(spec, response_options(asked, sampling, caller), prompt.echo)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from services.common.errors import InvalidArgument
 from services.gateway.asked import Asked
 from services.gateway.fields import Api, Caller
-from services.gateway.kinds import read_ids, whole, wrong
+from services.gateway.kinds import Int, read_ids, whole, wrong
 from services.gateway.limits import DEFAULT_LIMITS, check_text
 from services.gateway.request import (
     Constraint,
@@ -142,10 +142,7 @@ def sampling_params(
         check_ids(ids or (), facts, caller.spell(name))
     max_tokens, min_tokens = _lengths(asked, facts, prompt_tokens, caller)
     logprobs, prompt_logprobs = _logprobs(asked, caller, echoes_prompt)
-    n = 1 if asked.n is None else asked.n
-    if n > facts.max_n:
-        field = caller.spell("n")
-        raise InvalidArgument(f"{field}: must be an integer from 1 to {facts.max_n}, not {n}", field=field)
+    n = 1 if asked.n is None else Int(1, facts.max_n).read(asked.n, caller.spell("n"))
     return SamplingParams(
         max_tokens=max_tokens,
         seed=secrets.randbits(63) if asked.seed is None else asked.seed % 2**64,
@@ -237,6 +234,9 @@ def response_options(asked: Asked, sampling: SamplingParams, caller: Caller) -> 
         if value is not None and not asked.stream:
             field = caller.spell(name)
             raise InvalidArgument(f"{field}: needs stream to be true", field=field)
+    if asked.return_tokens_as_token_ids and sampling.logprobs is None:
+        field = caller.spell("return_tokens_as_token_ids")
+        raise InvalidArgument(f"{field}: needs logprobs", field=field)
     return ResponseOptions(
         stream=bool(asked.stream),
         include_usage=bool(options and options.get("include_usage")),
@@ -247,6 +247,16 @@ def response_options(asked: Asked, sampling: SamplingParams, caller: Caller) -> 
         tokens_as_ids=bool(asked.return_tokens_as_token_ids),
         stream_interval=asked.stream_interval or 1,
     )
+
+
+def forbidding(asked: Asked, caller: Caller, constraint: Constraint | None) -> str | None:
+    """The field to name where no token is left to sample: the one that leaves fewest; None if none takes any."""
+    for name, value in (("allowed_token_ids", asked.allowed_token_ids), ("bad_words", asked.bad_words)):
+        if value:
+            return caller.spell(name)
+    if constraint is not None:
+        return constraint.place or None
+    return caller.spell("min_tokens") if asked.min_tokens else None
 
 
 def labels(asked: Asked) -> dict[str, str]:

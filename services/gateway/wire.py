@@ -10,7 +10,7 @@ import sys
 from array import array
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 from typing import TypeAlias
 
 from protos import common_pb2, engine_pb2, gateway_pb2
@@ -311,23 +311,28 @@ def finite(logprob: float) -> float:
 
 
 def token_logprobs(
-    vocabulary: Vocabulary, positions: Iterable[Position], silent: Container[int] = ()
+    vocabulary: Vocabulary,
+    positions: Iterable[Position],
+    shares: Iterable[bytes] | None = None,
+    silent: Container[int] = (),
 ) -> list[gateway_pb2.TokenLogprobs]:
-    """Log probabilities as clients get them: finite, with the bytes of each token but those that are `silent`."""
+    """Log probabilities as clients get them: finite, with the bytes of each token but those that are `silent`.
 
-    def entry(item: TokenLogprob) -> gateway_pb2.TokenLogprob:
+    `shares` are those of the tokens that stand there, where a text shows not all of them.
+    """
+
+    def entry(item: TokenLogprob, data: bytes | None = None) -> gateway_pb2.TokenLogprob:
+        if data is None:
+            data = b"" if item.token_id in silent else vocabulary.token_bytes(item.token_id)
         return gateway_pb2.TokenLogprob(
-            token_id=item.token_id,
-            logprob=finite(item.logprob),
-            rank=item.rank,
-            bytes=b"" if item.token_id in silent else vocabulary.token_bytes(item.token_id),
+            token_id=item.token_id, logprob=finite(item.logprob), rank=item.rank, bytes=data
         )
 
     return [
-        gateway_pb2.TokenLogprobs(token=entry(place[0]), top=[entry(item) for item in place[1:]])
+        gateway_pb2.TokenLogprobs(token=entry(place[0], data), top=[entry(item) for item in place[1:]])
         if place
         else gateway_pb2.TokenLogprobs()
-        for place in positions
+        for place, data in zip(positions, repeat(None) if shares is None else shares, strict=False)
     ]
 
 

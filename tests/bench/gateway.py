@@ -7,9 +7,10 @@ python -m tests.bench.gateway [stream] [max] [bodies] [--gateways N] [--simulate
              tokens that wait are merged into one delta, and `tokens_per_chunk` says how many
     bodies   `stream`, with chats of 50 kB beside it: the gaps of the others, with and without
 
-The engine is a process that only deals out tokens; with --simulated it is the real one with a simulated
-worker. Client, engine and gateway are processes of their own and share this machine, also with whatever
-else runs on it: figures are medians of the runs. Prints a table, then one line of JSON per row.
+The engine is a process that only deals out tokens, one for each gateway; with --simulated it is the real
+one with a simulated worker. Client, engine and gateway are processes of their own and share this machine,
+also with whatever else runs on it: figures are medians of the runs. Prints a table, then one line of JSON
+per row.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def _start(module: str, *options: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", module, *options], cwd=ROOT)
 
 
-def _simulated(folder: str, load: Load) -> tuple[str, list[subprocess.Popen[bytes]]]:
+def _simulated(folder: str, load: Load, gateways: int) -> tuple[list[str], list[subprocess.Popen[bytes]]]:
     listen, work = f"unix:{folder}/e", f"unix:{folder}/w"
     quiet = ("--metrics-port", "0", "--log-level", "warning")
     free = ("--simulated-token-us", "0", "--simulated-row-us", "0", "--simulated-max-model-len", "200000")
@@ -77,22 +78,27 @@ def _simulated(folder: str, load: Load) -> tuple[str, list[subprocess.Popen[byte
     room = ("--max-num-seqs", str(load.streams + 32), "--num-blocks", "200000", "--kv-cache-bytes", str(1 << 40))
     budget = ("--max-num-batched-tokens", "65536")
     engine = _start("services.engine", "--listen", listen, "--worker", work, *room, *budget, *quiet)
-    return listen, [worker, engine]
+    return [listen] * gateways, [worker, engine]
 
 
-def _steady(load: Load) -> tuple[str, list[subprocess.Popen[bytes]]]:
-    port = _free_port()
-    return f"127.0.0.1:{port}", [_start("tests.bench.steady_engine", "--port", str(port), "--hz", str(load.hz))]
+def _steady(load: Load, gateways: int) -> tuple[list[str], list[subprocess.Popen[bytes]]]:
+    """An engine per gateway: a steady one does not tell the requests of two gateways apart."""
+    ports = [str(_free_port()) for _ in range(gateways)]
+    engines = [_start("tests.bench.steady_engine", "--port", port, "--hz", str(load.hz)) for port in ports]
+    return [f"127.0.0.1:{port}" for port in ports], engines
 
 
 @contextmanager
 def _running(load: Load, gateways: int, *, simulated: bool) -> Iterator[tuple[list[int], list[int]]]:
     """HTTP ports and process ids of gateways that are ready."""
     with tempfile.TemporaryDirectory(prefix="tri", dir="/tmp") as folder:
-        address, processes = _simulated(folder, load) if simulated else _steady(load)
+        addresses, processes = _simulated(folder, load, gateways) if simulated else _steady(load, gateways)
         ports = [_free_port() for _ in range(gateways)]
         quiet = ("--grpc-port", "0", "--log-level", "warning")
-        doors = [_start("services.gateway", "--engine", address, "--http-port", str(port), *quiet) for port in ports]
+        doors = [
+            _start("services.gateway", "--engine", address, "--http-port", str(port), *quiet)
+            for address, port in zip(addresses, ports, strict=True)
+        ]
         processes += doors
         try:
             for port in ports:

@@ -380,7 +380,7 @@ def test_a_request_that_forbids_every_token_is_its_own_fault() -> None:
     harness.run()
     failed = harness.heard[1, 0].failed
     assert failed is not None
-    assert (failed.failure.code, failed.failure.error_id) == (3, None)
+    assert (failed.failure.code, failed.failure.error_id, failed.failure.field) == (3, None, "sampling")
     assert "allowed_token_ids" in failed.failure.message
     assert harness.tokens(0) == undisturbed(PROMPT, 1, 3)
 

@@ -7,17 +7,21 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.lib.streaming._deltas import accumulate_delta
 
 from services.common.errors import Unavailable
+from services.gateway.pipeline import ChoicePipeline
 from services.gateway.request import (
+    ChoiceTokens,
     Delta,
     Finish,
     FinishReason,
     Position,
     ResponseOptions,
+    TextOptions,
     TokenLogprob,
     ToolCallDelta,
     Usage,
@@ -25,7 +29,8 @@ from services.gateway.request import (
 from services.gateway.rest.chat_documents import Chat
 from services.gateway.rest.completion_documents import Completion
 from services.gateway.rest.documents import Head, Prompt, Shown
-from services.gateway.rest.shapes import CompletionLogprobs
+from services.gateway.rest.shapes import ChatLogprobs, CompletionLogprobs
+from services.gateway.stops import StopMatcher
 from tests.gateway import toys
 
 HEAD = Head("chatcmpl-1", 1_700_000_000, "toy")
@@ -196,9 +201,9 @@ def positions(*ids: int) -> tuple[Position, ...]:
 
 def test_logprobs_stand_beside_reasoning_text_and_calls_alike() -> None:
     deltas = [
-        Delta(0, 0, "", (65,), positions(65), reasoning="a"),
-        Delta(0, 1, "b", (66,), positions(66)),
-        Delta(0, 2, "", (67, 68), positions(67, 68), tool_calls=(piece(0, "{}", "f"),)),
+        Delta(0, 0, "", (65,), positions(65), reasoning="`", written=("`",)),
+        Delta(0, 1, "a", (66,), positions(66), texts=("a",), written=("a",)),
+        Delta(0, 2, "", (67, 68), positions(67, 68), tool_calls=(piece(0, "{}", "f"),), written=("b", "c")),
         Delta(0, 4, "", (69,), positions(69), finish=CALLS),
     ]
     chunks = streamed(Chat(HEAD, shown(top_logprobs=2, tokens_as_ids=True, return_token_ids=True), NOTHING, 1), deltas)
@@ -208,6 +213,7 @@ def test_logprobs_stand_beside_reasoning_text_and_calls_alike() -> None:
     assert [entry["token"] for entry in entries] == [f"token_id:{token}" for token in (65, 66, 67, 68, 69)]
     assert [top["logprob"] for top in entries[0]["top_logprobs"]] == [-0.5, -9999.0]
     assert entries[0]["bytes"] == list(toys.vocabulary("byte_level").token_bytes(65))
+    assert [bytes(entry["bytes"]).decode() for entry in entries] == ["`", "a", "b", "c", ""], "the last ends the answer"
     assert chunks[0]["choices"] == []
     assert chunks[0]["prompt_token_ids"] == []
 
@@ -261,6 +267,70 @@ def test_the_tokens_of_an_echo_begin_where_their_text_does() -> None:
     inside = (1, 3, 4, 5, 7)  # in a character that has begun
     assert offsets == [len(decode(ids[:i])) - (i in inside) for i in range(len(ids))]
     assert offsets == [0, 0, 1, 1, 1, 1, 2, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama2", "metaspace"])
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_bytes_of_tokens_are_the_text_wherever_it_is_cut(kind: str, data: st.DataObject) -> None:
+    """Random tokens, many of them pieces of characters, with stop strings, dealt out in any way."""
+    vocabulary = toys.vocabulary(kind)
+    pieces = [toys.ids(kind, text) for text in ("🔥", "é", " a", "ab", "日")]
+    runs = data.draw(st.lists(st.one_of(st.sampled_from(pieces), st.tuples(st.integers(0, len(vocabulary) - 1)))))
+    ids = tuple(token_id for run in runs for token_id in run)
+    options = TextOptions(
+        stop=data.draw(st.sampled_from([(), ("b",), ("é", "🔥"), (" a",)])),
+        include_stop=data.draw(st.booleans()),
+        skip_special_tokens=data.draw(st.booleans()),
+    )
+    end = data.draw(st.sampled_from([FinishReason.EOS, FinishReason.LENGTH, FinishReason.STOP_ID]))
+    told = []
+    for cuts in (data.draw(CUTS), []):
+        matcher = StopMatcher(options.stop) if options.stop else None
+        pipeline = ChoicePipeline(0, vocabulary, options, matcher=matcher, needs_tokens=True)
+        logprobs = ChatLogprobs(vocabulary, 0, options.skip_special_tokens)
+        bounds = sorted({0, *(cut % max(len(ids), 1) for cut in cuts)})
+        entries, text = [], ""
+        for start, stop in itertools.pairwise([*bounds, len(ids)]):
+            finish = end if start == bounds[-1] else FinishReason.NONE
+            pipeline.push(ChoiceTokens(0, start, ids[start:stop], finish, positions(*ids[start:stop])))
+            if (delta := pipeline.take()) is not None:
+                text += delta.text
+                entries += logprobs.of(delta)["content"]
+        assert b"".join(bytes(entry["bytes"]) for entry in entries) == text.encode()
+        told.append(entries)
+    assert told[0] == told[1]
+
+
+def test_pieces_of_a_character_that_may_begin_a_stop_string_wait_with_it() -> None:
+    vocabulary = toys.vocabulary("byte_level")
+    of_byte = {vocabulary.token_bytes(i): i for i in range(len(vocabulary))}
+    for last, text in (("b", "a"), ("c", "a🔥c")):
+        ids = tuple(of_byte[bytes((byte,))] for byte in f"a🔥{last}".encode())
+        options = TextOptions(stop=("🔥b",))
+        pipeline = ChoicePipeline(0, vocabulary, options, matcher=StopMatcher(options.stop), needs_tokens=True)
+        logprobs = ChatLogprobs(vocabulary, 0, True)
+        told = []
+        for start, end, finish in ((0, 5, FinishReason.NONE), (5, 6, FinishReason.LENGTH)):
+            pipeline.push(ChoiceTokens(0, start, ids[start:end], finish, positions(*ids[start:end])))
+            delta = pipeline.take()
+            assert delta is not None
+            told.append((delta.text, delta.token_ids, [bytes(e["bytes"]) for e in logprobs.of(delta)["content"]]))
+        assert told[0] == ("a", ids[:1], [b"a"])
+        assert "".join(part for part, _, _ in told) == text
+        assert b"".join(data for _, _, own in told for data in own) == text.encode()
+        assert told[1][1] == ids[1:]
+
+
+def test_a_broken_character_has_its_bytes_before_the_next_one_is_complete() -> None:
+    vocabulary = toys.vocabulary("byte_level")
+    of_byte = {vocabulary.token_bytes(i): i for i in range(len(vocabulary))}
+    ids = [of_byte[bytes((byte,))] for byte in b"\xc2\xe6\x97\xa5"]
+    logprobs = ChatLogprobs(vocabulary, 0, True)
+    first = logprobs.of(Delta(0, 0, "\ufffd", (ids[0],), positions(ids[0]), texts=("\ufffd",)))
+    rest = logprobs.of(Delta(0, 1, "日", tuple(ids[1:]), positions(*ids[1:]), texts=("", "", "日")))
+    assert [entry["bytes"] for entry in first["content"]] == [[0xEF, 0xBF, 0xBD]]
+    assert [entry["bytes"] for entry in rest["content"]] == [[0xE6], [0x97], [0xA5]]
 
 
 def test_special_tokens_that_an_echo_leaves_out_take_no_room_in_it() -> None:

@@ -228,6 +228,36 @@ async def test_a_failure_in_the_middle_of_events_is_the_last_of_them(path: str) 
                 assert event == {"error": shown(row)}
 
 
+async def test_the_field_that_leaves_no_token_is_named_as_the_client_spells_it() -> None:
+    no_token = common_pb2.Failure(code=3, message="no token is left", field="sampling")
+    async with gateway_stack(FakeEngine(held=True)) as s:
+
+        async def fail_next() -> None:
+            await step_of(s)
+            (handle,) = s.engine.live
+            s.engine.live.clear()
+            s.engine.send(engine_pb2.AttachResponse(failed=engine_pb2.Failed(handle=handle, failure=no_token)))
+
+        for body, param in (
+            ({"allowed_token_ids": [65], "bad_words": ["A"]}, "allowed_token_ids"),
+            ({"response_format": {"type": "json_object"}, "min_tokens": 2}, "response_format"),
+            ({"min_tokens": 2}, "min_tokens"),
+        ):
+            failing = asyncio.create_task(fail_next())
+            answer = await s.http.post("/v1/chat/completions", json={**CHAT, **body})
+            await failing
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+            assert answer.json()["error"]["message"] == f"{param}: no token is left"
+        for stream in (False, True):
+            sampling = gateway_pb2.SamplingOptions(bad_words=["A"])
+            options = gateway_pb2.RequestOptions(stream=stream)
+            failing = asyncio.create_task(fail_next())
+            call = s.stub.Generate(gateway_pb2.GenerateRequest(text="x", sampling=sampling, options=options))
+            code, error, _ = await failed_call(call)
+            await failing
+            assert (code, error.field) == (Code.INVALID_ARGUMENT, "sampling.bad_words")
+
+
 # Through a gateway: what it says by itself
 
 

@@ -87,6 +87,12 @@ def test_an_unknown_field_names_the_nearest_one() -> None:
     with pytest.raises(InvalidArgument, match="did you mean 'temperature'") as caught:
         read_fields({"temprature": 1}, Api.CHAT)
     assert caught.value.field == "temprature"
+    for name, meant in (("maxTokens", "max_tokens"), ("Top-P", "top_p"), ("message", "messages"), ("modle", "model")):
+        with pytest.raises(InvalidArgument, match=f"did you mean '{meant}'"):
+            read_fields({name: 1}, Api.CHAT)
+    for name in ("stopper_x", "top_a", "n_predict", "session", "typical_p", "extra_body", "é", ""):
+        with pytest.raises(InvalidArgument, match=r"unknown field$"):
+            read_fields({name: 1}, Api.CHAT)
     with pytest.raises(InvalidArgument, match="unknown field"):
         read_fields({"messages": []}, Api.COMPLETIONS)
 

@@ -56,6 +56,7 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "stream_interval": {"stream": True},
     "include_stop_str_in_output": {"stop": "x"},
     "prompt_logprobs": {},
+    "return_tokens_as_token_ids": {"logprobs": 3},
     "top_logprobs": {"logprobs": True, "include": ["message.output_text.logprobs"]},
 }
 ELSEWHERE = {
@@ -118,6 +119,8 @@ def context(api: Api, name: str) -> dict[str, Any]:
     wanted = dict(CONTEXT.get(name, {}))
     if api is Api.RESPONSES and "tools" in wanted:
         wanted["tools"] = [FLAT]
+    if api is Api.CHAT and "logprobs" in wanted:
+        wanted["logprobs"] = True
     known = accepted(api).keys() | ({"messages"} if api is Api.GRPC else set())
     return {other: value for other, value in wanted.items() if other in known}
 

@@ -8,9 +8,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
 
 from protos import common_pb2, engine_pb2
 from services.common.errors import InvalidArgument
@@ -127,6 +130,8 @@ OPTIONS = TextOptions(
 ANSWERS = (
     "hm 🔥</think>\n\nI see 🔥.\n" + call("look", a=1) + "\n" + call("wait"),
     "</think>" + call("look"),
+    "hm</think>one 🔥 " + call("look", a="🔥") + " two\n" + call("wait") + "three 🔥 < " + call("look") + " \n 🔥",
+    "</think>" + call("look") + " 🔥" + call("wait")[:-12] + call("look") + "\n\n",
     "no end of it",
     "hm</think>naïve 日本",
     "",
@@ -135,9 +140,10 @@ ANSWERS = (
 
 def deltas_of(text: str, cuts: Sequence[int], takes: Sequence[bool], finish: FinishReason) -> list[Delta]:
     """What the pipeline gives for a text whose tokens come in pieces, taken after some of them."""
-    ids = toys.ids("byte_level", text)
+    ends = (1,) if finish in (FinishReason.EOS, FinishReason.STOP_ID) else ()  # comes with the finish
+    ids = toys.ids("byte_level", text) + ends
     pipeline = ChoicePipeline(0, toys.vocabulary("byte_level"), OPTIONS, needs_tokens=True)
-    bounds = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
+    bounds = [0, *sorted(cut % (len(ids) + 1 - len(ends)) for cut in cuts), len(ids)]
     deltas = []
     for i, (start, end) in enumerate(itertools.pairwise(bounds)):
         last = i == len(bounds) - 2
@@ -155,13 +161,16 @@ def without_ids(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(ANSWERS),
+    st.one_of(st.none(), st.integers(0, 200)),
     st.lists(st.integers(0, 200), max_size=30),
     st.lists(st.booleans(), min_size=1, max_size=8),
-    st.sampled_from((FinishReason.LENGTH, FinishReason.STOP_STRING)),
+    st.sampled_from((FinishReason.LENGTH, FinishReason.STOP_STRING, FinishReason.EOS, FinishReason.ABORT)),
 )
 def test_however_an_answer_is_cut_its_items_are_the_same(
-    text: str, cuts: list[int], takes: list[bool], finish: FinishReason
+    text: str, length: int | None, cuts: list[int], takes: list[bool], finish: FinishReason
 ) -> None:
+    """In any pieces, taken at any time, and wherever it ends; each with its text, its tokens and its status."""
+    text = text[:length]
     vocabulary = toys.vocabulary("byte_level")
 
     def items(deltas: Sequence[Delta]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -186,8 +195,8 @@ def test_however_an_answer_is_cut_its_items_are_the_same(
         assert pieces[item["id"]] == text_of
         if item["type"] == "message":
             entries = item["content"][0]["logprobs"]
-            spoken = b"".join(bytes(entry["bytes"]) for entry in entries).decode()
-            assert text_of in spoken  # a token may hold white space that is left out of the text
+            assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == text_of
+            assert all(entry["bytes"] for entry in entries)
     assert all(delta.text == "".join(delta.texts) for delta in cut)
     once = deltas_of(text, (), (False,), finish)
     assert sum(delta.reasoning_tokens for delta in cut) == sum(delta.reasoning_tokens for delta in once)
@@ -196,14 +205,47 @@ def test_however_an_answer_is_cut_its_items_are_the_same(
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(0, 200), max_size=30))
 def test_text_after_a_call_is_lost_nowhere(cuts: list[int]) -> None:
-    """Streamed it is a message of its own, whole it stands in the one before: the text is the same."""
+    """It is a message of its own, in its place."""
     text = f"</think>one {call('look')} two {call('wait')} three"
-    output = Output("x", Events(), None)
-    for delta in deltas_of(text, cuts, (True,), FinishReason.STOP_STRING):
-        output.push(delta)
-    texts = [item["content"][0]["text"] for item in output.done if item["type"] == "message"]
-    assert "".join(texts) == "onetwothree"
-    assert [item["name"] for item in output.done if item["type"] == "function_call"] == ["look", "wait"]
+    for pieces in (cuts, ()):
+        output = Output("x", Events(), None)
+        for delta in deltas_of(text, pieces, (True,), FinishReason.STOP_STRING):
+            output.push(delta)
+        items = [item.get("name") or item["content"][0]["text"] for item in output.done]
+        assert items == ["one", "look", "two", "wait", "three"]
+
+
+WAIT = call("wait", seconds=10)
+CUT: list[tuple[str, FinishReason, list[tuple[str, str]]]] = [
+    ("hm", FinishReason.LENGTH, [("reasoning", "incomplete")]),
+    ("hm", FinishReason.EOS, [("reasoning", "completed")]),
+    ("hm</think>so", FinishReason.LENGTH, [("reasoning", "completed"), ("message", "incomplete")]),
+    ("</think>so", FinishReason.ABORT, [("message", "incomplete")]),
+    ("</think>so", FinishReason.STOP_STRING, [("message", "completed")]),
+    # A call is complete when its arguments are, whatever ended the answer.
+    *(
+        (f"</think>{WAIT[:length]}", reason, [("function_call", status)])
+        for length, status in ((40, "incomplete"), (-16, "incomplete"), (-13, "completed"), (None, "completed"))
+        for reason in (FinishReason.LENGTH, FinishReason.STOP_STRING, FinishReason.STOP_ID, FinishReason.EOS)
+    ),
+    (
+        f"</think>so {WAIT}\n{WAIT[:50]}",
+        FinishReason.LENGTH,
+        [("message", "completed"), ("function_call", "completed"), ("function_call", "incomplete")],
+    ),
+    (f"</think>{WAIT}so", FinishReason.LENGTH, [("function_call", "completed"), ("message", "incomplete")]),
+]
+
+
+@pytest.mark.parametrize(("text", "finish", "items"), CUT)
+def test_what_is_cut_is_incomplete_and_nothing_else(
+    text: str, finish: FinishReason, items: list[tuple[str, str]]
+) -> None:
+    for pieces in ((), range(200)):
+        output = Output("x", Events(), None)
+        for delta in deltas_of(text, pieces, (True,), finish):
+            output.push(delta)
+        assert [(item["type"], item["status"]) for item in output.done] == items
 
 
 def test_tokens_before_the_answer_are_counted() -> None:
@@ -217,6 +259,20 @@ def test_tokens_before_the_answer_are_counted() -> None:
 # The whole gateway
 
 
+EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
+"""What the official client takes for an event. It reads any; here each must be one by all its types."""
+
+
+def unknown(model: object, place: str) -> set[str]:
+    """Fields that the official client has no name for."""
+    if isinstance(model, list):
+        return {name for entry in model for name in unknown(entry, place)}
+    if not isinstance(model, BaseModel):
+        return set()
+    found = {f"{place}.{name}" for name in model.model_extra or ()}
+    return found.union(*(unknown(value, f"{place}.{name}") for name, value in model))
+
+
 def events_of(body: str) -> list[dict[str, Any]]:
     events = []
     for block in body.split("\n\n")[:-1]:
@@ -224,6 +280,7 @@ def events_of(body: str) -> list[dict[str, Any]]:
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         events.append(event)
+        EVENT.validate_python(event, strict=True)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
 
@@ -310,6 +367,60 @@ async def test_a_response_that_runs_out_of_tokens_is_incomplete_in_its_last_item
         assert whole["output"][0]["arguments"] == final["output"][0]["arguments"]
 
 
+@pytest.mark.parametrize("end", ["completed", "incomplete"])
+async def test_the_official_client_has_a_name_for_all_of_an_event(end: str) -> None:
+    text = f"<think>hm</think>so {call('get_weather', city='Oslo', unit='c')} then {call('get_weather', city='Rome')}"
+    tool = {"tools": [FLAT_WEATHER], "include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    length = len(text) - 20 if end == "incomplete" else None
+    body = {"input": say(text), "max_output_tokens": length, "metadata": {"a": "b"}, "user": "u", **tool}
+    async with gateway_stack(obedient(), reasoning_parser="think") as s:
+        events = await stream(s, **body)
+        whole = (await s.http.post("/v1/responses", json=body)).json()
+        options: Any = {"tools": [FLAT_WEATHER], "max_output_tokens": length or openai.NOT_GIVEN}
+        async with s.openai.responses.stream(model="bytes", input=say(text), **options) as helped:
+            assert [event.type async for event in helped][-1] == f"response.{end}"
+    assert events[-1]["type"] == f"response.{end}"
+    beyond = unknown(Response.model_validate(whole, strict=True), "response")
+    for event in events:
+        model = EVENT.validate_python(event, strict=True)
+        assert model.to_dict(mode="json") == event
+        beyond |= unknown(model, event["type"])
+    # OpenAI's own answers have these, and its client's types do not.
+    assert {name for name in beyond if not name.endswith("response.store")} == {
+        "response.function_call_arguments.done.name",
+        "response.output_text.delta.logprobs.bytes",
+        "response.output_text.delta.logprobs.top_logprobs.bytes",
+        "response.output_text.done.logprobs.bytes",
+        "response.output_text.done.logprobs.top_logprobs.bytes",
+    }
+
+
+async def test_a_whole_response_has_the_output_of_a_streamed_one() -> None:
+    """Also where text comes after a call, and wherever the tokens run out."""
+    text = f"so {call('get_weather', city='Oslo', unit='c')} then 🔥 {call('get_weather', city='Rome', unit='c')} end"
+    body = {"input": say(text), "tools": [FLAT_WEATHER], "include": ["message.output_text.logprobs"]}
+    ends: set[tuple[str, str]] = set()
+    async with gateway_stack(obedient()) as s:
+        for length in (None, 2, 60, 85, 92, 100, 140, 170):
+            asked = body if length is None else {**body, "max_output_tokens": length}
+            whole = (await s.http.post("/v1/responses", json=asked)).json()
+            last = (await stream(s, **asked))[-1]
+            final = last["response"]
+            assert last["type"] == f"response.{whole['status']}"
+            assert whole["incomplete_details"] == (None if length is None else {"reason": "max_output_tokens"})
+            same = ("status", "incomplete_details", "usage", "error", "max_output_tokens")
+            assert {key: final[key] for key in same} == {key: whole[key] for key in same}
+            for item in (*whole["output"], *final["output"]):
+                item["id"] = item["id"].replace(whole["id"][5:], "").replace(final["id"][5:], "")
+            assert without_ids(final["output"]) == without_ids(whole["output"])
+            assert all(item["status"] == "completed" for item in whole["output"][:-1])
+            ends.add((whole["output"][-1]["type"], whole["output"][-1]["status"]))
+            if length is None:
+                kinds = [item["type"] for item in whole["output"]]
+                assert kinds == ["message", "function_call", "message", "function_call", "message"]
+    assert len(ends) == 4
+
+
 async def test_an_answer_without_a_word_is_an_empty_message() -> None:
     async with gateway_stack(obedient()) as s:
         whole = (await s.http.post("/v1/responses", json={"input": say("")})).json()
@@ -360,6 +471,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": "x", "truncation": "auto"}, "truncation"),
     ({"input": "x", "n": 2}, "n"),
     ({"input": "x", "messages": []}, "messages"),
+    ({"input": "x" * 600}, "input"),
     ({"input": "x", "include": ["reasoning.encrypted_content"]}, "include"),
     ({"input": "x", "top_logprobs": 2}, "top_logprobs"),
     ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),

@@ -13,7 +13,7 @@ import pytest
 
 from protos import common_pb2, engine_pb2
 from tests.gateway.client_checks import obedient, say
-from tests.gateway.fake_engine import END, FakeEngine, until
+from tests.gateway.fake_engine import END, START, FakeEngine, until
 from tests.gateway.stack import Stack, gateway_stack
 
 CHAT: Any = [{"role": "user", "content": "hi"}]
@@ -126,6 +126,33 @@ async def test_chat_logprobs() -> None:
         assert bytes(byte for entry in entries for byte in entry["bytes"] or []).decode() == text
 
 
+@pytest.mark.parametrize("skip", [True, False])
+async def test_bytes_joined_are_the_text(skip: bool) -> None:
+    """Nothing of what ends an answer, of a stop string, or of what is left out; a broken character as it is shown."""
+    broken = [*b"\xf0\x9fx \xf0\x9f\x94\xa5ab\xf0", START]
+    async with gateway_stack(FakeEngine(script=lambda *_: broken)) as s:
+        for per_step in (1, 4):
+            s.engine.per_step = per_step
+            for asked in (
+                {},
+                {"stop": "b"},
+                {"stop": "🔥a"},
+                {"stop": "🔥a", "include_stop_str_in_output": True},
+                {"max_tokens": 5},
+                {"stop_token_ids": [97]},
+                {"stop_token_ids": [97], "include_stop_str_in_output": True},
+            ):
+                body = {"messages": CHAT, "logprobs": True, "skip_special_tokens": skip, **asked}
+                (choice,) = (await s.http.post("/v1/chat/completions", json=body)).json()["choices"]
+                entries = choice["logprobs"]["content"]
+                text = choice["message"]["content"].encode()
+                assert b"".join(bytes(entry["bytes"]) for entry in entries) == text, asked
+                assert all(entry["token"] for entry in entries)
+                chunks = await events(s, "/v1/chat/completions", body)
+                told = [chunk["choices"][0]["logprobs"] or {} for chunk in chunks]
+                assert [entry for logprobs in told for entry in logprobs.get("content", ())] == entries
+
+
 async def test_reasoning_comes_beside_the_answer() -> None:
     """Streamed and whole, shown or not, with log probabilities of all tokens; its tokens are counted."""
     text = "<think>hm 🔥</think>\n\nso 🔥"
@@ -218,6 +245,10 @@ async def test_fields_reach_the_engine() -> None:
         assert [(entry.token_id, entry.bias) for entry in got.logit_bias] == [(65, -100.0)]
         assert (submit.priority, submit.cache_salt, submit.request_id) == (-3, "s", "mine")
         assert submit.traceparent.startswith(f"00-{'a' * 32}-")
+        named = {"messages": CHAT, "request_id": "ours"}
+        answer = await s.http.post("/v1/chat/completions", json=named, headers={"x-request-id": "mine"})
+        assert (answer.json()["id"], answer.headers["x-request-id"]) == ("chatcmpl-ours", "mine")
+        assert s.engine.submits[-1].request_id == "ours"
 
 
 async def test_a_stop_string_ends_the_choice_at_the_engine() -> None:

@@ -117,9 +117,13 @@ async def test_routes_reach_their_operations() -> None:
 
 async def test_a_request_id_is_made_where_none_or_a_bad_one_came() -> None:
     async with serving(Scripted()) as (client, _):
-        for headers in ({}, {"x-request-id": "two words"}, {"x-request-id": "x" * 200}):
+        for given in (None, "two words", "é", "", "x" * 129, "x" * 200):
+            headers = {} if given is None else {"x-request-id": given.encode()}
             answer = await client.post("/tokenize", content=b"x", headers=headers)
             assert len(answer.headers["x-request-id"]) == 32
+        for given in ("x" * 128, "!~"):
+            answer = await client.post("/tokenize", content=b"x", headers={"x-request-id": given})
+            assert answer.headers["x-request-id"] == given
 
 
 @pytest.mark.parametrize(

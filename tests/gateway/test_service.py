@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from typing import Any
 
@@ -60,6 +61,25 @@ async def test_chat_with_choices_ids_and_log_probabilities() -> None:
         assert first.started.request_id == "mine"
         assert not first.HasField("usage")
         assert second.usage.completion_tokens == 7
+
+
+async def test_bytes_of_tokens_joined_are_the_text() -> None:
+    script = list(b"x \xf0\x9f\x94\xa5 \xf0\x9f.\xf0")
+    async with gateway_stack(FakeEngine(script=lambda *_: script)) as s:
+        for skip, stop, stream in itertools.product((True, False), ("~", "🔥 ", " "), (True, False)):
+            sampling = gateway_pb2.SamplingOptions(logprobs=1, skip_special_tokens=skip, stop=[stop], max_tokens=20)
+            options = gateway_pb2.RequestOptions(stream=stream)
+            chat = gateway_pb2.ChatRequest(messages=[USER], sampling=sampling, options=options)
+            said = [m async for m in s.stub.Chat(chat)]
+            goes_on = gateway_pb2.GenerateRequest(text="a", sampling=sampling, options=options)
+            made = [m async for m in s.stub.Generate(goes_on)]
+            text = "x 🔥 \ufffd.\ufffd".partition(stop)[0]
+            assert "".join(m.content for m in said) == "".join(m.text for m in made) == text
+            for messages in (said, made):
+                assert b"".join(entry.token.bytes for m in messages for entry in m.logprobs) == text.encode()
+            assert all(entry.token.logprob == -0.5 for m in said for entry in m.logprobs)
+            whole = [m.logprobs for m in said if m.logprobs]
+            assert sum(map(len, whole)) == said[-1].usage.completion_tokens
 
 
 async def test_ids_as_a_prompt_and_echo() -> None:

@@ -279,6 +279,19 @@ PAIRS: dict[str, tuple[dict[str, Any], Request]] = {
         {"messages": say(CALLS), "tools": [WEATHER, TIME], "max_tokens": 60},
         Request(messages=told(CALLS), tools_json=TOOLS, sampling=Sampling(max_tokens=60)),
     ),
+    "a call that a stop string cuts": (
+        {"messages": say(CALLS), "tools": [WEATHER, TIME], "stop": ['"unit']},
+        Request(messages=told(CALLS), tools_json=TOOLS, sampling=Sampling(stop=['"unit'])),
+    ),
+    "a call that must be made and is cut": (
+        {"messages": say(call("get_time")), "tools": [WEATHER, TIME], "tool_choice": NAMED, "max_tokens": 20},
+        Request(
+            messages=told(call("get_time")),
+            tools_json=TOOLS,
+            tool_choice=json.dumps(NAMED),
+            sampling=Sampling(max_tokens=20),
+        ),
+    ),
     "reasoning": ({"messages": say(THOUGHT)}, Request(messages=told(THOUGHT))),
     "reasoning that is not shown": (
         {"messages": say(THOUGHT), "include_reasoning": False},
@@ -346,6 +359,12 @@ async def test_features_do_what_they_say(s: Stack) -> None:
     assert [name for name, _ in said.calls] == ["get_weather"]
     said = (await over_grpc(s, PAIRS["a call that is cut"][1], stream=True))[0][0]
     assert said.finish == "length"
+    said = (await over_grpc(s, PAIRS["a call that a stop string cuts"][1], stream=True))[0][0]
+    assert (said.finish, said.stop) == ("stop", '"unit')
+    assert said.calls[0][1].endswith(", ")
+    assert len(said.calls) == 1
+    said = (await over_grpc(s, PAIRS["a call that must be made and is cut"][1], stream=True))[0][0]
+    assert (said.finish, said.content, said.calls) == ("length", "", [])
     said = (await over_grpc(s, PAIRS["reasoning"][1], stream=True))[0][0]
     assert (said.content, said.reasoning) == ("It is noon.", "let me see 🔥")
     said = (await over_grpc(s, PAIRS["reasoning that is not shown"][1], stream=True))[0][0]
@@ -396,13 +415,17 @@ WRONG: list[tuple[Request, str]] = [
     (Request(messages=told("x"), tools_json="["), "tools_json"),
     (Request(messages=told("x"), tools_json="{}"), "tools_json"),
     (Request(messages=told("x"), tools_json='[{"type": "function"}]'), "tools_json[0].function"),
-    (Request(messages=told("x"), tools_json=r'[{"type": "\ud800"}]'), "tools_json"),
+    (Request(messages=told("x"), tools_json=r'[{"type": "\ud800"}]'), "tools_json[0].type"),
+    (Request(messages=told("x"), tools_json='[{"type": "function", "type": "function"}]'), "tools_json[0].type"),
     (Request(messages=told("x"), tool_choice="required"), "tool_choice"),
     (Request(messages=told("x"), tools_json=TOOLS, tool_choice="sometimes"), "tool_choice"),
     (Request(messages=told("x"), tools_json=TOOLS, tool_choice="7"), "tool_choice"),
+    (Request(messages=told("x"), tools_json=TOOLS, tool_choice='{"type": "function"'), "tool_choice"),
+    (Request(messages=told("x"), parallel_tool_calls=False), "parallel_tool_calls"),
+    (Request(messages=told("x"), sampling=Sampling(n=0)), "sampling.n"),
     (Request(messages=told("x"), reasoning_effort="huge"), "reasoning_effort"),
     (Request(messages=told("x"), chat_template_kwargs_json="[]"), "chat_template_kwargs_json"),
-    (Request(messages=told("x"), chat_template_kwargs_json='{"x": NaN}'), "chat_template_kwargs_json"),
+    (Request(messages=told("x"), chat_template_kwargs_json='{"x": NaN}'), "chat_template_kwargs_json.x"),
     (Request(messages=told("x"), chat_template_kwargs_json='{"tools": 1}'), "chat_template_kwargs_json.tools"),
     (Request(messages=told("x"), documents_json="[1]"), "documents_json"),
     (Request(messages=told("x"), chat_template="{% x %}"), "chat_template"),
@@ -415,6 +438,15 @@ WRONG: list[tuple[Request, str]] = [
     (Request(messages=[user("x")] * 8193), "messages"),
     (Request(messages=[gateway_pb2.ChatMessage(role="user")]), "messages[0].content"),
     (Request(messages=[gateway_pb2.ChatMessage(content=[Part(text="x")])]), "messages[0].role"),
+    *(
+        (Request(messages=[user("x"), gateway_pb2.ChatMessage(role=role, content=[Part(text="x")], **more)]), place)
+        for role, more, place in (
+            ("tool", {}, "messages[1].tool_call_id"),
+            ("user", {"tool_call_id": "c1"}, "messages[1].tool_call_id"),
+            ("user", {"tool_calls": [gateway_pb2.ToolCall(name="f")]}, "messages[1].tool_calls"),
+            ("system", {"reasoning_content": "hm"}, "messages[1].reasoning_content"),
+        )
+    ),
     (
         Request(
             messages=[
@@ -433,6 +465,12 @@ async def test_what_is_wrong_is_named_as_the_contract_spells_it(s: Stack, reques
     assert isinstance(error, InvalidArgument)
     assert error.field == place, error.message
     assert len(s.engine.submits) == before
+
+
+async def test_a_word_that_is_no_tool_choice_is_told_those_that_are(s: Stack) -> None:
+    error = await refused(s, Request(messages=told("x"), tools_json=TOOLS, tool_choice="sometimes"))
+    assert error.message.startswith('tool_choice: must be "none", "auto", "required" or {"type": "function"')
+    assert error.message.endswith("not 'sometimes'")
 
 
 async def test_a_prompt_may_be_constrained_and_cut_too(s: Stack) -> None:
@@ -565,6 +603,16 @@ async def test_the_way_over_ids_gives_the_same_as_the_direct_one(s: Stack, kept:
         (
             gateway_pb2.TokenizeMessages(messages=[gateway_pb2.ChatMessage(role="user")]),
             "messages.messages[0].content",
+        ),
+        (
+            gateway_pb2.TokenizeMessages(
+                messages=[user("x"), gateway_pb2.ChatMessage(role="robot", content=[Part(text="x")])]
+            ),
+            "messages.messages[1].role",
+        ),
+        (
+            gateway_pb2.TokenizeMessages(messages=told("x"), add_generation_prompt=True, continue_final_message=True),
+            "messages.continue_final_message",
         ),
     ],
 )

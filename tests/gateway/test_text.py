@@ -229,11 +229,12 @@ async def test_a_call_that_must_be_made_is_forced_by_a_grammar(thinker: ModelTex
 
 
 def _without_place(job: Job) -> Job:
-    """The job without what says how its client spells the constraint."""
+    """The job without what says how its client spells the constraint, also as what forbids most tokens."""
     sampling = job.spec.sampling
     assert sampling.constraint is not None
     sampling = replace(sampling, constraint=replace(sampling.constraint, place=""))
-    return replace(job, spec=replace(job.spec, sampling=sampling))
+    assert job.spec.forbids == job.spec.sampling.constraint.place
+    return replace(job, spec=replace(job.spec, sampling=sampling, forbids=None))
 
 
 async def test_responses_have_the_same_job_as_a_chat(thinker: ModelText) -> None:
@@ -334,4 +335,18 @@ async def test_tools_of_a_model_whose_way_is_not_known_are_refused() -> None:
             await model.chat({"messages": HELLO, "tools": [TOOL], "truncate_prompt_tokens": 9}, ENVELOPE)
         assert caught.value.field == "tools"
         assert await model.chat({"messages": HELLO, "tools": [TOOL], "tool_choice": "none"}, ENVELOPE)
+        model.close()
+
+
+async def test_what_a_template_does_not_take_is_named_as_the_call_spells_it() -> None:
+    template = "{{ raise_exception('no') if messages[0].content == 'bad' else messages[0].content }}"
+    model = await ModelText.load("toy", toys.files(template=template), vocab_size=400, max_model_len=64, max_n=4)
+    try:
+        with pytest.raises(InvalidArgument, match=r"^input: the model's chat template does not take them") as caught:
+            await model.respond(read_fields({"input": "bad"}, Api.RESPONSES), [Message("user", "bad")], ENVELOPE)
+        assert caught.value.field == "input"
+        with pytest.raises(InvalidArgument, match=r"^messages: the model's chat template") as caught:
+            await model.chat({"messages": [{"role": "user", "content": "bad"}]}, ENVELOPE)
+        assert caught.value.field == "messages"
+    finally:
         model.close()

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from services.common.errors import InvalidArgument
 from services.gateway.fields import Api, Caller, accepted, read_fields
 from services.gateway.messages import read_messages
-from services.gateway.request import ResponseOptions, SamplingParams, TextOptions
+from services.gateway.request import Constraint, ResponseOptions, SamplingParams, TextOptions
 from services.gateway.validate import (
     ModelFacts,
     check_prompt,
+    forbidding,
     read_prompts,
     response_options,
     sampling_params,
@@ -108,8 +109,8 @@ def test_logprobs(values: dict[str, Any], logprobs: int | None, prompt_logprobs:
         ({"allowed_token_ids": [100]}, "allowed_token_ids"),
         ({"logit_bias": {"100": -100}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
-        ({"n": 5}, "n"),
-        ({"n": 0}, "n"),
+        *(({"n": n}, "n") for n in (5, 0, -1, 1.5, True, "2", [1], {}, math.nan, math.inf, 10**400)),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"temperature": math.nan}, "temperature"),
         ({"top_p": math.inf}, "top_p"),
         ({"presence_penalty": -2.5}, "presence_penalty"),
@@ -209,3 +210,37 @@ def test_any_body_is_honoured_or_refused(body: dict[str, Any], api: Api, prompt:
     assert 1 <= params.n <= 4
     assert 0 <= params.seed < 2**64
     assert all(math.isfinite(value) for value in (params.temperature, params.top_p, params.min_p))
+
+
+@pytest.mark.parametrize("n", [0, 5, "2"])
+def test_one_range_is_told_for_n(n: object) -> None:
+    with pytest.raises(InvalidArgument, match="an integer from 1 to 4, not"):
+        sampling({"n": n})
+
+
+@pytest.mark.parametrize(("api", "logprobs"), [(Api.CHAT, {"logprobs": True}), (Api.COMPLETIONS, {"logprobs": 0})])
+def test_tokens_are_spelled_as_ids_where_there_are_log_probabilities(api: Api, logprobs: dict[str, Any]) -> None:
+    def shown(values: dict[str, Any]) -> ResponseOptions:
+        return response_options(read_fields(values, api), sampling(values, api=api), Caller(api))
+
+    assert shown({"return_tokens_as_token_ids": True, **logprobs}).tokens_as_ids
+    assert not shown({"return_tokens_as_token_ids": False}).tokens_as_ids
+    with pytest.raises(InvalidArgument, match="needs logprobs") as caught:
+        shown({"return_tokens_as_token_ids": True})
+    assert caught.value.field == "return_tokens_as_token_ids"
+
+
+@pytest.mark.parametrize(
+    ("values", "constraint", "field"),
+    [
+        ({}, None, None),
+        ({"min_tokens": 1}, None, "sampling.min_tokens"),
+        ({"min_tokens": 1}, Constraint("regex", "a", place="sampling.constraint.regex"), "sampling.constraint.regex"),
+        ({"min_tokens": 1, "bad_words": ["a"]}, None, "sampling.bad_words"),
+        ({"bad_words": ["a"], "allowed_token_ids": [1]}, None, "sampling.allowed_token_ids"),
+    ],
+)
+def test_which_field_leaves_fewest_tokens(
+    values: dict[str, Any], constraint: Constraint | None, field: str | None
+) -> None:
+    assert forbidding(read_fields(values, Api.GRPC), Caller(Api.GRPC, "sampling."), constraint) == field

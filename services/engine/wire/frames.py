@@ -68,9 +68,8 @@ def _logprobs(columns: LogprobColumns) -> common_pb2.Logprobs:
 
 
 def _failed(event: Failed) -> engine_pb2.Failed:
-    failure = common_pb2.Failure(
-        code=event.failure.code, message=event.failure.message, error_id=event.failure.error_id
-    )
+    told = event.failure
+    failure = common_pb2.Failure(code=told.code, message=told.message, error_id=told.error_id, field=told.field)
     return engine_pb2.Failed(handle=event.owner.handle, choice=event.choice, failure=failure)
 
 

@@ -20,7 +20,7 @@ def _head(kind: str) -> dict[str, Schema]:
     return {"id": STRING, "object": _const(kind), "created": _COUNT, "model": STRING}
 
 
-_TOKEN = {"token": STRING, "logprob": _NUMBER, "bytes": nullable(array({"type": "integer", "minimum": 0}))}
+_TOKEN = {"token": STRING, "logprob": _NUMBER, "bytes": array({"type": "integer", "minimum": 0})}
 _CALLED = only({"name": STRING, "arguments": STRING})
 _PROMPT = {"prompt_token_ids": _IDS, "prompt_logprobs": array(nullable(ref("TokensById")))}
 _CHAT_END = {"logprobs": nullable(ref("ChatLogprobs")), "finish_reason": _FINISH, "stop_reason": _STOP_REASON}

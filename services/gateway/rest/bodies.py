@@ -122,6 +122,7 @@ COMPONENTS: dict[str, Schema] = {
 
 OPEN: dict[str, dict[Api, Schema]] = {
     "messages": {Api.ANY: ref("Messages")},
+    "n": {Api.ANY: {"type": "integer", "minimum": 1}},
     "prompt": {Api.COMPLETIONS: ref("Prompt"), Api.TOKENIZE: STRING},
     "input": {Api.EMBEDDINGS: ref("EmbeddingInput"), Api.RESPONSES: ref("Input")},
     "documents": {Api.ANY: array(OBJECT)},

@@ -52,9 +52,11 @@ class Chat:
         del number
         if self._plain and delta.finish is None and not delta.tool_calls:
             if not delta.reasoning:
-                return self._chunks.join(self._texts[delta.choice], orjson.dumps(delta.text))
+                before, after = self._texts[delta.choice]
+                return before + orjson.dumps(delta.text) + after
             if not delta.text:
-                return self._chunks.join(self._thoughts[delta.choice], orjson.dumps(delta.reasoning))
+                before, after = self._thoughts[delta.choice]
+                return before + orjson.dumps(delta.reasoning) + after
         added, beside = _added(delta), self._beside(delta)
         if delta.finish is None:
             return self._choice(delta, added or {"content": ""}, {**beside, "finish_reason": None})
@@ -104,7 +106,7 @@ class Chat:
         return message
 
     def _beside(self, delta: Delta) -> Json:
-        beside: Json = {"logprobs": None if self._logprobs is None else self._logprobs.of(delta.logprobs)}
+        beside: Json = {"logprobs": None if self._logprobs is None else self._logprobs.of(delta)}
         if self._shown.options.return_token_ids:
             beside["token_ids"] = delta.token_ids
         return beside

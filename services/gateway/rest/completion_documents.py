@@ -40,7 +40,8 @@ class Completion:
         """The chunk of a delta that belongs to prompt `number`."""
         index = number * self._n + delta.choice
         if self._plain and delta.finish is None and index in self._begun:
-            return self._chunks.join(self._texts[index], orjson.dumps(delta.text))
+            before, after = self._texts[index]
+            return before + orjson.dumps(delta.text) + after
         return self._chunks.wrap(orjson.dumps(self._choice(number, delta)))
 
     def last(self) -> bytes:

@@ -70,7 +70,7 @@ class Shown:
     @property
     def plain(self) -> bool:
         """Whether a chunk shows text and nothing beside it."""
-        return not self.options.needs_tokens
+        return not self.options.needs_tokens and not self.options.continuous_usage
 
 
 @dataclass(slots=True, frozen=True)
@@ -101,13 +101,8 @@ class Chunks:
         self._close = b'],"usage":null}\n\n' if self._wanted else b"]}\n\n"
 
     def around(self, before: bytes, after: bytes) -> tuple[bytes, bytes]:
-        """What stands around the one thing that differs between chunks, for `join`."""
-        return self._open + before, after if self._always else after + self._close
-
-    def join(self, frame: tuple[bytes, bytes], middle: bytes) -> bytes:
-        """A chunk in a frame of `around`."""
-        before, after = frame
-        return before + middle + after + self._usage() if self._always else before + middle + after
+        """What stands around the one thing that differs between chunks, where they show no usage."""
+        return self._open + before, after + self._close
 
     def wrap(self, choice: bytes) -> bytes:
         """A chunk with one choice."""

@@ -6,7 +6,7 @@ from services.gateway.rest.schemas import BOOLEAN, NULL, OBJECT, STRING, Schema,
 
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _NUMBER: Schema = {"type": "number"}
-_TOKEN: dict[str, Schema] = {"token": STRING, "logprob": _NUMBER, "bytes": nullable(array(_COUNT))}
+_TOKEN: dict[str, Schema] = {"token": STRING, "logprob": _NUMBER, "bytes": array(_COUNT)}
 _ENDED: Schema = {"enum": ["completed", "incomplete"]}
 
 

@@ -69,8 +69,8 @@ def of_kind(kind: Kind) -> Schema:
             return _text(kind)
         case Texts(most, _, single):
             return either(NAME, array(NAME, maxItems=most)) if single else array(NAME, maxItems=most)
-        case Ids(most):
-            return array(TOKEN_ID, maxItems=most)
+        case Ids(most, least):
+            return array(TOKEN_ID, **({"minItems": least} if least else {}), maxItems=most)
         case Bias():
             return _bias(kind)
         case Object():

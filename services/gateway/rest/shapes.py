@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from services.gateway.detokenize import new_detokenizer
+from services.gateway.detokenize import ShownBytes, new_detokenizer
 from services.gateway.request import Delta, Finish, FinishReason, Position, ResponseOptions, TokenLogprob, Usage
 from services.gateway.vocabulary import Vocabulary
 from services.gateway.wire import finite
@@ -64,15 +64,17 @@ def _as_id(token_id: int) -> str:
 
 
 class ChatLogprobs:
-    """The `logprobs` of chat choices. `skip_special`: special tokens have no text, so no bytes.
+    """The `logprobs` of chat choices over their deltas. `skip_special`: special tokens have no text, so no bytes.
 
-    `as_ids` spells tokens "token_id:17", which tells those apart that look the same.
+    The bytes of the tokens joined are the text. `as_ids` spells tokens "token_id:17", which tells those
+    apart that look the same.
     """
 
     def __init__(self, vocabulary: Vocabulary, top: int, skip_special: bool, as_ids: bool = False) -> None:
         self._vocabulary = vocabulary
         self._top = top
         self._silent = vocabulary.special_ids if skip_special else frozenset()
+        self._shown = ShownBytes(vocabulary, skip_special_tokens=skip_special)
         self._as_ids = as_ids
 
     @classmethod
@@ -81,26 +83,31 @@ class ChatLogprobs:
         top = options.top_logprobs
         return None if top is None else cls(vocabulary, top, skip_special, options.tokens_as_ids)
 
-    def of(self, positions: Sequence[Position]) -> Json:
-        """One entry per token."""
-        return {"content": [self.entry(position) for position in positions if position], "refusal": None}
+    def of(self, delta: Delta) -> Json:
+        """One entry per token; together they have the bytes of all that it wrote, reasoning and calls too."""
+        return {"content": self._entries(delta.logprobs, self._shown.of(delta)), "refusal": None}
 
-    def is_whole(self, token_id: int) -> bool:
-        """Whether a token is text by itself and not a piece of a character."""
-        return _decoded(self._vocabulary.token_bytes(token_id)) is not None
+    def of_text(self, ids: Sequence[int], positions: Sequence[Position], texts: Sequence[str]) -> list[Json]:
+        """The entries of the tokens that a text is made of, out of those around it."""
+        return [entry for entry in self._entries(positions, self._shown.of_text(ids, texts)) if entry["bytes"]]
 
-    def entry(self, position: Position) -> Json:
-        """One token with the likeliest ones at its place."""
-        top = position[1 : 1 + self._top]
-        return {**self._token(position[0]), "top_logprobs": [self._token(candidate) for candidate in top]}
+    def _entries(self, positions: Sequence[Position], shares: Sequence[bytes]) -> list[Json]:
+        pairs = zip(positions, shares, strict=False)  # no positions where nobody asked
+        return [self._entry(position, data) for position, data in pairs if position]
 
-    def _token(self, candidate: TokenLogprob) -> Json:
+    def _entry(self, position: Position, data: bytes) -> Json:
+        top = [self._token(item, self._bytes(item.token_id)) for item in position[1 : 1 + self._top]]
+        return {**self._token(position[0], data), "top_logprobs": top}
+
+    def _bytes(self, token_id: int) -> bytes:
+        return b"" if token_id in self._silent else self._vocabulary.token_bytes(token_id)
+
+    def _token(self, candidate: TokenLogprob, data: bytes) -> Json:
         token_id = candidate.token_id
-        data = None if token_id in self._silent else list(self._vocabulary.token_bytes(token_id))
         return {
             "token": _as_id(token_id) if self._as_ids else token_text(self._vocabulary, token_id),
             "logprob": finite(candidate.logprob),
-            "bytes": data,
+            "bytes": list(data),
         }
 
 

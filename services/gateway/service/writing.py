@@ -11,6 +11,7 @@ from protos import gateway_pb2
 from services.common.channel import MAX_MESSAGE_BYTES
 from services.common.errors import InvalidArgument
 from services.gateway import wire
+from services.gateway.detokenize import ShownBytes
 from services.gateway.front import Running
 from services.gateway.request import Delta, Position, ResponseOptions, ToolCallDelta
 
@@ -30,7 +31,7 @@ class _Part(NamedTuple):
 
 async def generated(running: Running, options: ResponseOptions) -> AsyncIterator[gateway_pb2.GenerateResponse]:
     """The answers to a Generate."""
-    vocabulary, silent = running.model.text.vocabulary, _silent(running)
+    logprobs = _Logprobs(running)
     async for part in _parts(running, stream=options.stream):
         delta = part.delta
         message = gateway_pb2.GenerateResponse(
@@ -38,7 +39,7 @@ async def generated(running: Running, options: ResponseOptions) -> AsyncIterator
             first_index=delta.first_index,
             text=delta.text,
             token_ids=delta.token_ids if options.return_token_ids else (),
-            logprobs=wire.token_logprobs(vocabulary, delta.logprobs, silent),
+            logprobs=logprobs.of(delta),
         )
         _frame(message, running, part)
         yield message
@@ -46,7 +47,7 @@ async def generated(running: Running, options: ResponseOptions) -> AsyncIterator
 
 async def answered(running: Running, options: ResponseOptions) -> AsyncIterator[gateway_pb2.ChatResponse]:
     """The answers to a Chat."""
-    vocabulary, silent = running.model.text.vocabulary, _silent(running)
+    logprobs = _Logprobs(running)
     begun: set[int] = set()
     async for part in _parts(running, stream=options.stream):
         delta = part.delta
@@ -58,7 +59,7 @@ async def answered(running: Running, options: ResponseOptions) -> AsyncIterator[
             reasoning_content=delta.reasoning,
             tool_calls=[_call(piece) for piece in delta.tool_calls],
             token_ids=delta.token_ids if options.return_token_ids else (),
-            logprobs=wire.token_logprobs(vocabulary, delta.logprobs, silent),
+            logprobs=logprobs.of(delta),
         )
         begun.add(delta.choice)
         _frame(message, running, part)
@@ -80,9 +81,20 @@ def embedding(vector: array[float]) -> gateway_pb2.Embedding:
     return gateway_pb2.Embedding(values=vector)
 
 
-def _silent(running: Running) -> frozenset[int]:
-    """Ids that stand for no text: joined, the bytes of all others are the text."""
-    return running.model.text.vocabulary.special_ids if running.spec.text.skip_special_tokens else frozenset()
+class _Logprobs:
+    """The log probabilities of an answer. The bytes of its tokens, joined, are its text."""
+
+    def __init__(self, running: Running) -> None:
+        skip = running.spec.text.skip_special_tokens
+        self._vocabulary = running.model.text.vocabulary
+        self._silent = self._vocabulary.special_ids if skip else frozenset[int]()
+        self._shown = ShownBytes(self._vocabulary, skip_special_tokens=skip)
+
+    def of(self, delta: Delta) -> Sequence[gateway_pb2.TokenLogprobs]:
+        """Those of the next delta."""
+        if not delta.logprobs:
+            return ()
+        return wire.token_logprobs(self._vocabulary, delta.logprobs, self._shown.of(delta), self._silent)
 
 
 def _call(piece: ToolCallDelta) -> gateway_pb2.ToolCall:
@@ -118,12 +130,12 @@ def _shares(delta: Delta, prompt: Sequence[Position]) -> Iterator[tuple[Delta, S
     if not others:
         yield delta, beside
         return
-    at = len(first)
-    yield replace(delta, token_ids=delta.token_ids[:at], logprobs=tuple(first), finish=None), beside
+    at, ids, texts = len(first), delta.token_ids, delta.written or delta.texts
+    yield replace(delta, token_ids=ids[:at], logprobs=tuple(first), finish=None, texts=texts[:at], written=()), beside
     for piece in others:
         end = at + len(piece)
         finish = delta.finish if end == len(delta.logprobs) else None
-        yield Delta(delta.choice, delta.first_index + at, "", delta.token_ids[at:end], tuple(piece), finish), ()
+        yield Delta(delta.choice, delta.first_index + at, "", ids[at:end], tuple(piece), finish, texts[at:end]), ()
         at = end
 
 

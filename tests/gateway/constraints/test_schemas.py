@@ -198,6 +198,7 @@ def test_a_name_in_another_spelling_is_the_same_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("schema", "place", "words"),
     [
+        *(({"properties": {"x": {"format": said}}}, "s.properties.x.format", "cannot be held") for said in ({}, [], 1)),
         ({"properties": {"x": {"not": {}}}}, "s.properties.x.not", "cannot be held"),
         ({"anyOf": [{}, {"uniqueItems": True}]}, "s.anyOf[1].uniqueItems", "cannot be held"),
         ({"items": {"minLenght": 1}}, "s.items.minLenght", "minLength"),

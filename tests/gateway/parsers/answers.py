@@ -55,9 +55,9 @@ def join_calls(pieces: Iterable[ToolCallDelta]) -> tuple[tuple[str, str], ...]:
     return tuple((name, arguments) for name, arguments in calls)
 
 
-def tools(form: str, *, parallel: bool = True) -> ToolOptions:
+def tools(form: str, *, parallel: bool = True, forced: bool = False) -> ToolOptions:
     """Options of a request that offered NAMES."""
-    return ToolOptions(form, NAMES, parallel)
+    return ToolOptions(form, NAMES, parallel, forced)
 
 
 def pieces_of(text: str, cuts: Sequence[int]) -> list[str]:

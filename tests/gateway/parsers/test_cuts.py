@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -12,12 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.gateway.constraints.combining import combine
+from services.gateway.constraints.parts import Calls, Surroundings
 from services.gateway.parsers.formats import TOOL_FORMATS
 from services.gateway.request import Finish, FinishReason, ReasoningOptions, TextOptions, TokenLogprob
+from services.gateway.tools import Tool, ToolChoice
+from tests.gateway.constraints.walks import matcher, walk
 from tests.gateway.parsers.answers import (
     EOS,
     NAMES,
     THINK,
+    THINKING,
     Answer,
     Tokens,
     Told,
@@ -144,11 +150,18 @@ def check_anything(data: st.DataObject) -> None:
         kept_ids=tokens.special,
         reasoning=data.draw(st.sampled_from([None, THINK, ReasoningOptions("<think>", "</think>", inside=True)])),
         tools=data.draw(
-            st.none() | st.builds(tools, st.sampled_from(sorted(TOOL_FORMATS)), parallel=st.booleans()),
+            st.none()
+            | st.builds(tools, st.sampled_from(sorted(TOOL_FORMATS)), parallel=st.booleans(), forced=st.booleans()),
         ),
     )
     finish = data.draw(st.sampled_from([FinishReason.EOS, FinishReason.LENGTH, FinishReason.STOP_ID]))
     told = check_cuts(data, tokens, options, finish)
+    assert told.finish is not None
+    stopped = told.finish.stop_string is not None or told.finish.stop_token_id is not None
+    if stopped:  # by the client, and a call that it cut is not whole
+        whole = bool(told.answer.calls) and not told.call_cut
+        assert (told.finish.reason is FinishReason.TOOL_CALLS) == whole
+    assert told.answer.calls or not told.call_cut
     if options.skip_special_tokens and marks:
         shown = (told.answer.content, told.answer.reasoning, *(arguments for _, arguments in told.answer.calls))
         assert not any(mark in text for mark in marks for text in shown), "special tokens are left out"
@@ -195,6 +208,27 @@ def lines_in(call: Callable[[], object]) -> int:
     finally:
         sys.settrace(before)
     return lines
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("form", sorted(TOOL_FORMATS))
+def test_what_a_grammar_makes_a_model_write_is_calls_wherever_it_is_cut(form: str, parallel: bool) -> None:
+    """No content, and a last call that is whole or said to be cut."""
+    draw = random.Random(form)
+    offered = [Tool(name) for name in NAMES]
+    calls = Calls(offered, ToolChoice("required"), TOOL_FORMATS[form].shape, parallel=parallel)
+    for reasoning in (None, THINK, THINKING):
+        constraint = combine(None, calls, Surroundings(reasoning))
+        assert constraint is not None
+        text = (walk(matcher(constraint), draw, [b"</think>", b'"}', b"get_"]) or b"").decode(errors="replace")
+        options = TextOptions(reasoning=reasoning, tools=tools(form, parallel=parallel, forced=True))
+        for end in (len(text), *draw.choices(range(1, len(text)), k=25)):
+            tokens = tokens_of(text[:end], range(0, end, draw.randint(1, 6)))
+            told = join(stream(tokens, options, FinishReason.LENGTH)[0])
+            assert told.answer.content == ""
+            assert end < len(text) or told.answer.calls
+            if told.answer.calls and not told.call_cut:
+                json.loads(told.answer.calls[-1][1])
 
 
 LONG: dict[str, tuple[str, Callable[[int], str]]] = {

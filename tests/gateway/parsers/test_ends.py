@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from services.gateway.parsers.formats import TOOL_FORMATS
 from services.gateway.pipeline import ChoicePipeline
 from services.gateway.request import (
     ChoiceTokens,
@@ -18,6 +21,7 @@ from tests.gateway.parsers.answers import (
     THINK,
     THINKING,
     Answer,
+    Told,
     join,
     stream,
     tokens_of,
@@ -79,6 +83,124 @@ def test_a_stop_string_in_arguments_ends_them() -> None:
     assert join(deltas).answer == Answer("", (("f", '{"a": '),))
     assert join(deltas).finish == Finish(FinishReason.STOP_STRING, stop_string="1}")
     assert join(deltas).call_cut
+
+
+def told_of(text: str, options: TextOptions, finish: FinishReason, at: int) -> Told:
+    """The same in one piece and in several, which are cut in many ways over all of `at`."""
+    tokens = tokens_of(text, [*range(1 + at % 3, len(text) - 1, 1 + at % 5), len(text) - 1])
+    told = join(stream(tokens, options, finish)[0])
+    pieces = join(stream(tokens, options, finish, cuts=range(1, len(tokens.ids), 1 + at % 4))[0])
+    assert pieces == told
+    return told
+
+
+def is_json(text: str) -> bool:
+    """Whether a text is one value, whole."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("form", TOOL_FORMATS)
+def test_an_answer_cut_anywhere_tells_whether_its_last_call_is_whole(form: str, parallel: bool) -> None:
+    """It is one of calls alone, so that the beginning of a call is no text."""
+    written = (("f", '{"a": "}]\\""}'), ("f", '{"b": [{}]}'))
+    text = TOOL_FORMATS[form].shape.write(written)
+    options = TextOptions(tools=tools(form, parallel=parallel, forced=True))
+    for at in range(1, len(text)):
+        cut = told_of(text[:at], options, FinishReason.LENGTH, at)
+        calls = cut.answer.calls
+        closed = bool(calls) and is_json(calls[-1][1])
+        assert cut.answer.content == ""
+        assert cut.call_cut == (bool(calls) and not closed)
+        assert [name for name, _ in calls] == [name for name, _ in written[: len(calls)]]
+        assert calls[:-1] == written[: len(calls)][:-1]
+        over = cut.finish == Finish(FinishReason.TOOL_CALLS)  # after the first, where there may be but one
+        assert over or cut.finish == Finish(FinishReason.LENGTH)
+        assert not over or (not parallel and closed)
+
+        by_id = told_of(text[:at] + "!", options, FinishReason.STOP_ID, at)
+        assert (by_id.answer.calls, by_id.answer.content, by_id.call_cut) == (calls, "", cut.call_cut)
+        reason = FinishReason.TOOL_CALLS if closed else FinishReason.STOP_ID
+        assert by_id.finish == Finish(reason, stop_token_id=None if over else len(by_id.ids))
+
+        stop, include = text[at : at + 4], bool(at % 2)
+        if text.find(stop) != at or len(stop) < 4:
+            continue
+        asked = TextOptions(stop=(stop,), include_stop=include, tools=options.tools)
+        by_string = told_of(text, asked, FinishReason.LENGTH, at)
+        same = told_of(text[: at + 4 if include else at], options, FinishReason.LENGTH, at)
+        assert (by_string.answer, by_string.call_cut) == (same.answer, same.call_cut)
+        if same.finish == Finish(FinishReason.TOOL_CALLS):
+            assert by_string.finish == same.finish
+        else:
+            whole = bool(same.answer.calls) and not same.call_cut
+            reason = FinishReason.TOOL_CALLS if whole else FinishReason.STOP_STRING
+            assert by_string.finish == Finish(reason, stop_string=stop)
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", "<tool_"),
+        ("hermes", '<tool_call>\n{"na'),
+        ("hermes", '<tool_call>\n{"arguments": {"a": 1}, "name": "'),
+        ("llama3", '{"name": "f'),
+        ("mistral", "[TOOL_CALLS][{"),
+        ("mistral_named", "[TOOL_CALLS]get_w"),
+        ("hermes", "<thi"),
+        ("llama3", "\n<think"),
+    ],
+)
+def test_what_may_begin_a_call_is_text_only_where_text_may_come(form: str, text: str, forced: bool) -> None:
+    options = TextOptions(reasoning=THINK, tools=tools(form, forced=forced))
+    for finish in (FinishReason.LENGTH, FinishReason.STOP_ID, FinishReason.ABORT):
+        ends = finish is FinishReason.STOP_ID
+        told = told_of(text + "!" * ends, options, finish, 0)
+        assert told.answer == Answer("" if forced else text)
+        assert told.ids == tuple(range(1, len(told.ids) + 1))
+        assert "".join(told.texts) == told.answer.content
+        assert told.finish == Finish(finish, stop_token_id=told.ids[-1] if ends else None)
+        assert not told.call_cut
+
+
+def test_reasoning_before_a_forced_call_is_told_where_it_is_cut() -> None:
+    options = TextOptions(reasoning=THINK, tools=tools("hermes", forced=True))
+    told = told_of("<think>let me see</thi", options, FinishReason.LENGTH, 1)
+    assert told.answer == Answer("", reasoning="let me see</thi")
+
+
+@pytest.mark.parametrize(
+    ("text", "cut"),
+    [
+        ('<tool_call>{"name": "f"', True),
+        ('<tool_call>{"name": "f"}', False),
+        ('<tool_call>{"name": "f", "arguments": ', True),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}', False),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>', True),
+        ('<tool_call>{"name": "f", "arguments": "{}"', False),
+        ('<tool_call>{"name": "f", "arguments": "{}', True),
+        ('<tool_call>{"name": "f", "arguments": ""', True),
+        ('<tool_call>{"name": "f", "arguments": null', True),
+        ('<tool_call>{"name": "f", "arguments": null}', False),
+        ('<tool_call>{"arguments": {}, "name": "f"', False),
+        ('<tool_call>{"arguments": {}, "name": "f', False),
+        (f'{CALL}<tool_call>{{"name": "f"', True),
+        (f"{CALL}and on", False),
+        ("so", False),
+    ],
+)
+def test_a_call_is_whole_once_its_arguments_are(text: str, cut: bool) -> None:
+    options = TextOptions(stop=("STOP",), tools=tools("hermes"))
+    told = told_of(f"{text}STOP", options, FinishReason.LENGTH, 1)
+    assert told.call_cut == cut
+    whole = bool(told.answer.calls) and not cut
+    assert told.finish == Finish(FinishReason.TOOL_CALLS if whole else FinishReason.STOP_STRING, stop_string="STOP")
+    assert told_of(text, options, FinishReason.EOS, 1).call_cut == cut
 
 
 def test_a_stop_string_in_reasoning_ends_the_answer() -> None:

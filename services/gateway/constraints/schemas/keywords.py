@@ -216,8 +216,9 @@ class Reader:
             patterns = (self.pattern(said["pattern"], (*at, "pattern")),)
         formats: tuple[str, ...] = ()
         if "format" in said:
-            if said["format"] not in FORMATS:
-                where = nearest(said["format"], sorted(FORMATS)) if isinstance(said["format"], str) else ""
+            known = isinstance(said["format"], str)
+            if not known or said["format"] not in FORMATS:
+                where = nearest(said["format"], sorted(FORMATS)) if known else ""
                 raise self._spelling.refuse((*at, "format"), f"this format cannot be held{where}")
             formats = (said["format"],)
         return Strings(self._count(said, "minLength", at) or 0, self._count(said, "maxLength", at), patterns, formats)

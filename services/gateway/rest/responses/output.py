@@ -3,24 +3,26 @@
     item added ── part added ── delta … ── text done ── part done ── item done     reasoning, message
     item added ── arguments delta … ── arguments done ── item done                 function_call
 
-One item is open at a time. The items of a whole answer are those of its only delta: the same code.
-A delta does not say whether its text or its calls came first, so it is taken for text, then calls; text
-that a stream brings after a call is a further message there.
+One item is open at a time, and they stand in the order in which the model wrote them: text after a call is a
+message of its own. The items of a whole answer are those of its only delta: the same code.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from itertools import groupby
+from typing import Any, ClassVar, Final, Literal, TypeVar
 
 import orjson
 
-from services.gateway.request import Delta, FinishReason
+from services.gateway.request import Delta, FinishReason, Piece, Position, ToolCallDelta
 from services.gateway.rest.shapes import ChatLogprobs
 
 Json = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
+_CUT: Final = (FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
+"""Ends that leave a text incomplete. Whether a call is complete shows in itself."""
 
 
 class Events:
@@ -188,24 +190,29 @@ class Output:
         self._logprobs = logprobs
         self._open: Item | None = None
         self._told: list[bytes] = []
+        self._rest: list[tuple[int, Position]] = []  # tokens that have come and told nothing: pieces of a character
 
     def push(self, delta: Delta) -> bytes:
         """Takes a delta in; the events that tell it."""
         self._told = []
-        if delta.reasoning:
-            self._told.append(self._text(Reasoning).add(delta.reasoning))
-        begun = [piece for piece in delta.tool_calls if piece.id is None]  # it was open before all else that is new
-        for piece in begun:
-            self._argue(piece.arguments)
-        if delta.text:
-            self._told.append(self._text(Message).add(delta.text, self._entries(delta)))
-        for piece in delta.tool_calls[len(begun) :]:
-            self._begin(self._call(piece.id or "", piece.name or ""))
-            self._argue(piece.arguments)
+        pieces = delta.pieces or [Piece(token, text) for token, text in enumerate(delta.texts) if text]
+        told = 0  # tokens
+        for sort, same in groupby(pieces, _sort):
+            some = list(same)
+            entries = self._entries(delta, min(told, some[0].token), some)
+            told = some[-1].token + 1
+            if sort is Message:
+                self._told.append(self._text(Message).add("".join([piece.text for piece in some]), entries))
+            elif sort is Reasoning:
+                self._told.append(self._text(Reasoning).add("".join([piece.reasoning for piece in some])))
+            else:
+                self._called([piece.call for piece in some if piece.call is not None])
+        self._rest += zip(delta.token_ids[told:], delta.logprobs[told:], strict=False)
         if delta.finish is not None:
             if self._open is None and not self.done:
                 self._text(Message)  # an answer without a word is one all the same
-            self._end("incomplete" if delta.finish.reason is FinishReason.LENGTH else "completed")
+            cut = delta.call_cut if isinstance(self._open, Call) else delta.finish.reason in _CUT
+            self._end("incomplete" if cut else "completed")
         return b"".join(self._told)
 
     def close(self) -> bytes:
@@ -222,12 +229,15 @@ class Output:
         self._begin(item)
         return item
 
-    def _argue(self, arguments: str) -> None:
+    def _called(self, pieces: Sequence[ToolCallDelta]) -> None:
+        """A new call, or more of the open one."""
+        first = pieces[0]
+        if first.id is not None:
+            call_id, function = first.id, first.name or ""
+            self._begin(Call(self._events, self._name, self._place, call_id=call_id, function=function))
+        arguments = "".join([piece.arguments for piece in pieces])
         if arguments and self._open is not None:
             self._told.append(self._open.add(arguments))
-
-    def _call(self, call_id: str, function: str) -> Call:
-        return Call(self._events, self._name, self._place, call_id=call_id, function=function)
 
     @property
     def _place(self) -> int:
@@ -244,19 +254,23 @@ class Output:
             self.done.append(self._open.json(status))
             self._open = None
 
-    def _entries(self, delta: Delta) -> list[Json]:
-        """Of the tokens that the text is made of: those with text, and before each the pieces of its characters."""
-        if self._logprobs is None:
+    def _entries(self, delta: Delta, start: int, pieces: Sequence[Piece]) -> list[Json]:
+        """Of the tokens that a text is made of. They come after what was told before, from `start` on in the delta."""
+        rest, self._rest = self._rest, []
+        if self._logprobs is None or not delta.logprobs or not pieces[0].text:
             return []
-        entries: list[Json] = []
-        pieces: list[Json] = []
-        for text, token_id, position in zip(delta.texts, delta.token_ids, delta.logprobs, strict=True):
-            if not position:
-                continue
-            if text:
-                entries += [*pieces, self._logprobs.entry(position)]
-            if text or self._logprobs.is_whole(token_id):
-                pieces = []
-            else:
-                pieces.append(self._logprobs.entry(position))
-        return entries
+        end = pieces[-1].token + 1
+        ids, positions = zip(
+            *rest, *zip(delta.token_ids[start:end], delta.logprobs[start:end], strict=True), strict=True
+        )
+        texts = [""] * len(ids)
+        for piece in pieces:
+            texts[piece.token - start + len(rest)] += piece.text
+        return self._logprobs.of_text(ids, positions, texts)
+
+
+def _sort(piece: Piece) -> type[Item] | int:
+    """What kind of item a piece belongs to, or the number of its call."""
+    if piece.call is not None:
+        return piece.call.index
+    return Message if piece.text else Reasoning

@@ -88,7 +88,6 @@ def prompt_of(handle: int, length: int) -> list[int]:
 
 @pytest.mark.parametrize("length", [5, 8, 11])
 def test_the_same_prompt_twice_in_one_batch(worker: ModelWorker, length: int) -> None:
-    """C104."""
     harness = make_harness(worker, max_num_batched_tokens=32)
     specs = [spec_of(handle, prompt_of(0, length), 10) for handle in range(2)]
     for spec in specs:
@@ -103,7 +102,7 @@ def test_the_same_prompt_twice_in_one_batch(worker: ModelWorker, length: int) ->
     [(8, 8, "greedy"), (16, 3, "greedy"), (7, 8, "seeded")],
 )
 def test_preemption_changes_no_output(worker: ModelWorker, sampling: str, length: int, budget: int) -> None:
-    """C113: in the middle of prompts too, and at exact multiples of budget and blocks."""
+    """In the middle of prompts too, and at exact multiples of budget and blocks."""
     harness = make_harness(
         worker,
         num_blocks=-(-(length + 16) // 4) + 2,
@@ -124,7 +123,6 @@ def test_preemption_changes_no_output(worker: ModelWorker, sampling: str, length
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_who_lost_the_only_place_ends_with_the_same_output(worker: ModelWorker, sampling: str, depth: int) -> None:
-    """C118."""
     harness = make_harness(worker, policy=Priority(), max_num_seqs=1, steps_in_flight=depth)
     specs = [spec_of(0, PROMPT, 20, sampling, priority=5), spec_of(1, prompt_of(1, 6), 5, sampling, priority=1)]
     harness.submit(specs[0])
@@ -140,7 +138,7 @@ def test_who_lost_the_only_place_ends_with_the_same_output(worker: ModelWorker, 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("prompt", [[1, 1, 1], [119] * 48, [5, 9, 2, 7] * 6])
 def test_drafts_change_no_output(worker: ModelWorker, sampling: str, prompt: list[int]) -> None:
-    """C122: looked up among what repeats 2 to 5 tokens, 4 at a time."""
+    """Looked up among what repeats 2 to 5 tokens, 4 at a time."""
     specs = [spec_of(handle, prompt, 64 - len(prompt), sampling) for handle in range(2)]
     harness = make_harness(
         worker,

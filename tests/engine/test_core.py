@@ -63,7 +63,6 @@ def test_a_request_from_its_prompt_to_its_end() -> None:
 
 
 def test_a_prompt_that_the_pool_cannot_hold_is_refused_and_the_next_one_runs() -> None:
-    """C116."""
     harness = Harness(make_config(num_blocks=4))
     assert harness.core.context_len == 16
     error = refused(harness, make_spec(0, [1] * 16))

@@ -151,7 +151,6 @@ def test_an_end_is_never_drafted() -> None:
 @pytest.mark.parametrize("drafts", [0, 1, 3, 5])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_step_in_flight_is_forgotten_when_its_request_is_preempted_twice(drafts: int, depth: int) -> None:
-    """C114."""
     harness = make_harness(max(drafts, 1), num_speculative_tokens=drafts, steps_in_flight=depth)
     harness.submit(make_spec(1, REFRAIN, 60, logprobs=1, sampling=LOGPROBS))
     preempted = 0

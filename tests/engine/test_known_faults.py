@@ -29,7 +29,6 @@ def handles(harness: Harness) -> list[int]:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("length", [5, 8, 9])
 def test_the_same_prompt_twice_in_one_batch(depth: int, length: int) -> None:
-    """C104."""
     harness = Harness(make_config(max_num_batched_tokens=64, steps_in_flight=depth))
     for handle in range(2):
         harness.submit(make_spec(handle, numbers(length), 9))
@@ -40,7 +39,6 @@ def test_the_same_prompt_twice_in_one_batch(depth: int, length: int) -> None:
 
 
 def test_chunks_make_the_same_names_as_a_whole_prompt() -> None:
-    """C106."""
     prompt = numbers(200)
     harness = Harness(make_config(max_num_batched_tokens=100, block_size=16, num_blocks=64))
     for handle in range(2):
@@ -54,7 +52,6 @@ def test_chunks_make_the_same_names_as_a_whole_prompt() -> None:
 
 
 def test_prompts_that_part_inside_a_block() -> None:
-    """C107."""
     harness = Harness()
     for handle, prompt in enumerate(([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 9, 7])):
         harness.submit(make_spec(handle, prompt, 6))
@@ -64,7 +61,7 @@ def test_prompts_that_part_inside_a_block() -> None:
 
 
 def test_a_salt_keeps_tenants_apart_and_the_cache_on() -> None:
-    """C109: the hit under the same salt shows that the misses under others mean something.
+    """The hit under the same salt shows that the misses under others mean something.
 
     That the gateway makes the salt of a client's key is not tested: there are no keys yet.
     """
@@ -80,7 +77,7 @@ def test_a_salt_keeps_tenants_apart_and_the_cache_on() -> None:
 
 
 def test_a_name_says_of_what_kind_its_keys_are() -> None:
-    """C110: the same text as a salt, as an adapter and as media; cut elsewhere; in blocks of another size."""
+    """The same text as a salt, as an adapter and as media; cut elsewhere; in blocks of another size."""
     keys = [
         (),
         *((ExtraKey(kind, b"x"),) for kind in KeyKind),
@@ -95,7 +92,6 @@ def test_a_name_says_of_what_kind_its_keys_are() -> None:
 
 
 def test_a_block_that_fills_up_later_is_found_as_what_it_became_and_gone_once_given_out() -> None:
-    """C112."""
     harness = Harness(make_config(num_blocks=6))
     prompt = numbers(6)
     whole = prompt + undisturbed(prompt, 1, 7)
@@ -118,7 +114,7 @@ def test_a_block_that_fills_up_later_is_found_as_what_it_became_and_gone_once_gi
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(("prompt_len", "budget"), [(8, 8), (7, 8), (8, 4), (16, 3)])
 def test_preemption_changes_no_output(depth: int, prompt_len: int, budget: int) -> None:
-    """C113 and C114: also in the middle of a prompt, and with a step in flight."""
+    """Also in the middle of a prompt, and with a step in flight."""
     config = make_config(
         max_num_batched_tokens=budget,
         max_num_seqs=6,
@@ -138,7 +134,7 @@ def test_preemption_changes_no_output(depth: int, prompt_len: int, budget: int) 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(("num_blocks", "prompt_len"), [(8, 3), (8, 11), (9, 8), (16, 5)])
 def test_an_exhausted_pool_keeps_going(depth: int, num_blocks: int, prompt_len: int) -> None:
-    """C115: some token in every k turns.
+    """Some token in every k turns.
 
     The first in rank is never a victim, so it gets a token per turn once it is computed. One that comes to be
     the first computes at most its whole limit anew, and is admitted in the step after one that preempted.
@@ -184,7 +180,7 @@ def test_nobody_is_preempted_more_often_than_that(policy: Policy, limit: int) ->
 
 
 def test_a_preempted_request_goes_before_an_earlier_one_that_never_ran() -> None:
-    """C119: and what it had computed is still there."""
+    """And what it had computed is still there."""
     harness = Harness(make_config(num_blocks=10, max_num_batched_tokens=64, max_num_seqs=3, output_reserve_blocks=0))
     harness.submit(make_spec(0, numbers(4), 30))
     harness.turn()
@@ -216,7 +212,7 @@ def test_a_preempted_request_goes_before_an_earlier_one_that_never_ran() -> None
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_urgent_one_takes_the_only_place(depth: int) -> None:
-    """C118: it runs in the very next step; who lost the place ends with the same output."""
+    """It runs in the very next step; who lost the place ends with the same output."""
     harness = Harness(make_config(max_num_seqs=1, steps_in_flight=depth), Priority())
     harness.submit(make_spec(0, numbers(6), 20, priority=5))
     for _ in range(4):
@@ -252,9 +248,7 @@ def turns_of_the_short_one(policy: Policy) -> int:
 
 
 def test_a_short_request_does_not_wait_behind_another_tenants_hundred() -> None:
-    """C121.
-
-    It comes in at no more than the other tenant had been charged at its last start, so it is the next to start,
+    """It comes in at no more than the other tenant had been charged at its last start, so it is the next to start,
     or the one after. A place is free as soon as the first of the running ends: its 40 tokens in budgets of 8
     and 3 more for its outputs, twice; then its own step, behind those in flight.
     """
@@ -308,7 +302,6 @@ def test_a_long_prompt_is_cut_only_while_others_wait_for_tokens() -> None:
 
 
 def test_who_leaves_the_queue_is_never_scheduled() -> None:
-    """C92."""
     harness = Harness(make_config(max_num_seqs=1))
     harness.submit(make_spec(0, numbers(6), 8))
     harness.submit(make_spec(1, numbers(6, 9), 8))
@@ -324,7 +317,7 @@ def test_who_leaves_the_queue_is_never_scheduled() -> None:
 
 @pytest.mark.parametrize("choice", [None, 0, 1])
 def test_an_abort_before_the_first_step(choice: int | None) -> None:
-    """C95: there are no blocks yet, and the other choices wait beside the line."""
+    """There are no blocks yet, and the other choices wait beside the line."""
     harness = Harness()
     harness.submit(make_spec(0, numbers(6), 3, n=2))
     harness.abort(0, choice)
@@ -337,7 +330,7 @@ def test_an_abort_before_the_first_step(choice: int | None) -> None:
 
 
 def test_a_limit_of_the_queue_is_one_limit_for_all_gateways() -> None:
-    """C101: each choice counts; what is taken is exactly the limit."""
+    """Each choice counts; what is taken is exactly the limit."""
     harness = Harness(make_config(max_waiting_requests=4))
     accepted = 0
     for handle in range(20):
@@ -355,7 +348,7 @@ def test_a_limit_of_the_queue_is_one_limit_for_all_gateways() -> None:
 
 
 def test_every_accepted_request_ends_once_and_a_refused_one_leaves_nothing() -> None:
-    """C103: refused for the queue, for its names, for its length; then all of it is accepted."""
+    """Refused for the queue, for its names, for its length; then all of it is accepted."""
     harness = Harness(make_config(max_waiting_requests=3, num_blocks=8))
     harness.submit(make_spec(0, numbers(3), n=2))
     wrong = [

@@ -92,6 +92,8 @@ async def test_choices_are_told_apart() -> None:
                 finishes[choice["index"]] = choice["finish_reason"]
         assert texts == {0: "choice 0", 1: "choice 1", 2: "choice 2"}
         assert finishes == {0: "stop", 1: "stop", 2: "stop"}
+        order = [chunk["choices"][0]["index"] for chunk in chunks]
+        assert order.index(2) < len(order) - 1 - order[::-1].index(0), "none waits for another to end"
         whole = await s.openai.completions.create(model="bytes", prompt=["a", "b"], n=2)
         assert [(c.index, c.text) for c in whole.choices] == [
             (0, "choice 0"), (1, "choice 1"), (2, "choice 0"), (3, "choice 1"),
@@ -322,6 +324,7 @@ BAD: list[tuple[str, object, int, str | None]] = [
     ("/v1/completions", b'{"prompt": "' + b"x" * 200_000 + b'"}', 413, None),
     ("/tokenize", {}, 400, "prompt"),
     ("/detokenize", {"tokens": [999]}, 400, "tokens"),
+    ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
 ]  # fmt: skip
 
 

@@ -139,7 +139,7 @@ async def test_unknown_routes_and_methods_get_the_error_object(method: str, path
 
 
 async def test_a_body_over_the_limit_is_refused_with_the_limit() -> None:
-    """C52, and the same without a Content-Length."""
+    """With a Content-Length and without one."""
 
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(20):
@@ -186,7 +186,7 @@ async def test_events_pass_as_they_are(through) -> None:
 
 @pytest.mark.parametrize("through", [serving, forwarding])
 async def test_a_client_that_leaves_ends_its_request(through) -> None:
-    """C90, C91: not streaming, then streaming."""
+    """Not streaming, then streaming."""
     api = Scripted()
     async with through(api) as served:
         client = served if isinstance(served, httpx.AsyncClient) else served[0]

@@ -119,7 +119,6 @@ async def test_the_submit_says_everything() -> None:
 
 
 async def test_two_requests_of_one_client_id_do_not_mix() -> None:
-    """C44."""
     script = {1: b"first", 2: b"second"}
     engine = FakeEngine(script=lambda submit, choice: list(script[submit.prompt_id_i32le[0]]))
     async with stack(engine) as s:
@@ -143,7 +142,6 @@ async def test_a_slow_reader_gets_one_merged_event_per_choice() -> None:
 
 
 async def test_a_thousand_requests_send_no_abort() -> None:
-    """C94."""
     async with stack(FakeEngine(script=lambda *_: [65], per_step=2)) as s:
         requests = [s.router.submit(spec()) for _ in range(1000)]
         answers = await asyncio.gather(*(read(request) for request in requests))
@@ -187,7 +185,7 @@ async def test_a_refused_request_raises_what_the_engine_said() -> None:
 
 
 async def test_a_failure_comes_after_the_tokens_before_it() -> None:
-    """C53, below the transport."""
+    """Below the transport."""
     async with stack(FakeEngine(held=True)) as s:
         request = s.router.submit(spec())
         await until(lambda: s.engine.live)

@@ -92,6 +92,16 @@ async def test_ids_as_a_prompt_and_echo() -> None:
         assert answer.finish.reason == common_pb2.FINISH_REASON_LENGTH
 
 
+async def test_a_prompt_without_ids_is_refused_by_its_name() -> None:
+    async with gateway_stack() as s:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            [m async for m in s.stub.Generate(gateway_pb2.GenerateRequest(token_ids=common_pb2.TokenIds()))]
+        error = error_of(caught.value)
+        assert isinstance(error, InvalidArgument)
+        assert error.field == "token_ids"
+        assert not s.engine.submits
+
+
 SAMPLING = gateway_pb2.SamplingOptions
 
 
@@ -163,7 +173,6 @@ async def test_a_refusal_of_the_engine_keeps_its_details() -> None:
 
 
 async def test_a_failure_in_mid_stream_is_a_status_with_details() -> None:
-    """C53."""
     async with gateway_stack(FakeEngine(held=True)) as s:
         call = aiter(s.stub.Generate(gateway_pb2.GenerateRequest(text="x", options=STREAM)))
         await until(lambda: s.engine.live)
@@ -264,7 +273,7 @@ async def test_health_follows_the_engine_and_reflection_lists_the_services() -> 
 
 
 async def test_an_engine_that_makes_no_progress_ends_readiness() -> None:
-    """C97: the process lives, requests do not."""
+    """The process lives, requests do not."""
     async with gateway_stack(ready_silence_s=3.0) as s:
         s.engine.send(engine_pb2.AttachResponse(load=common_pb2.Load(running=1, silence_ms=5000)))
         await until(s.gateway.front.obstacle)

@@ -322,6 +322,13 @@ PAIRS: dict[str, tuple[dict[str, Any], Request]] = {
             echo=True,
         ),
     ),
+    "a message that is continued and not repeated": (
+        {"messages": [*say("d"), {"role": "assistant", "content": NOON}], "continue_final_message": True},
+        Request(
+            messages=[*told("d"), gateway_pb2.ChatMessage(role="assistant", content=[Part(text=NOON)])],
+            continue_final_message=True,
+        ),
+    ),
     "no opening": ({"add_generation_prompt": False}, Request(add_generation_prompt=False)),
     "a history": ({"messages": HISTORY_JSON}, Request(messages=HISTORY)),
 }
@@ -371,6 +378,8 @@ async def test_features_do_what_they_say(s: Stack) -> None:
     assert (said.content, said.reasoning) == ("It is noon.", "")
     said = (await over_grpc(s, PAIRS["a message that is continued"][1], stream=False))[0][0]
     assert said.content == f"{NOON}noon"
+    said = (await over_grpc(s, PAIRS["a message that is continued and not repeated"][1], stream=False))[0][0]
+    assert said.content == "noon"
 
 
 async def test_constraints_reach_the_engine_as_they_are(s: Stack) -> None:

@@ -153,7 +153,6 @@ async def test_the_official_client_against_real_processes(cluster: Cluster) -> N
 
 
 async def test_equal_client_ids_do_not_mix(cluster: Cluster) -> None:
-    """C44."""
     async with httpx.AsyncClient(base_url=cluster.http_url, timeout=30) as client:
 
         async def ask(prompt: str) -> str:
@@ -183,7 +182,7 @@ async def test_an_engine_killed_and_restarted_leaves_the_stream_whole(cluster: C
 
 
 async def test_a_client_that_leaves_frees_its_blocks(cluster: Cluster) -> None:
-    """C90, C91 through the real engine: nothing runs afterwards."""
+    """Through the real engine: nothing runs afterwards."""
     async with httpx.AsyncClient(timeout=30) as client:
 
         async def running() -> float:

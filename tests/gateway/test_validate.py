@@ -107,6 +107,7 @@ def test_logprobs(values: dict[str, Any], logprobs: int | None, prompt_logprobs:
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"stop_token_ids": [10**30]}, "stop_token_ids"),
         ({"allowed_token_ids": [100]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [4, -1]}, "allowed_token_ids"),
         ({"logit_bias": {"100": -100}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
         *(({"n": n}, "n") for n in (5, 0, -1, 1.5, True, "2", [1], {}, math.nan, math.inf, 10**400)),

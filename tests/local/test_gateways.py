@@ -88,6 +88,11 @@ def test_equal_ids_of_clients_do_not_mix_through_two_gateways(cluster: Cluster) 
             pool.submit(ask, reached[name], prompt) for name, prompt in zip(sorted(NAMES), ("slow", "x"), strict=True)
         ]
         assert [answer.result() for answer in asked] == [("cmpl-same", SLOW), ("cmpl-same", "hello")]
+    for name in (*sorted(NAMES), "engine", "worker"):
+        with urllib.request.urlopen(cluster.metrics_url(name), timeout=PATIENCE_S) as page:
+            samples = [line for line in page.read().decode().splitlines() if not line.startswith("#")]
+        assert samples
+        assert not [line for line in samples if float(line.rsplit(" ", 1)[1]) < 0]
 
 
 @dataclass

@@ -159,7 +159,6 @@ def test_largest_of_many_equals() -> None:
 
 
 def test_tiny_temperature_and_top_p_are_greedy() -> None:
-    """C38."""
     generator = torch.Generator().manual_seed(2)
     for scale in (0.01, 1.0, 1e4):
         logits = (torch.randn(1000, generator=generator) * scale).tolist()
@@ -170,7 +169,7 @@ def test_tiny_temperature_and_top_p_are_greedy() -> None:
 
 
 def test_penalties_of_one_request_leave_its_neighbours_alone() -> None:
-    """C46: prompts of different lengths, one with a frequency penalty, in one batch."""
+    """Prompts of different lengths, one with a frequency penalty, in one batch."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(2, 50, generator=generator)
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9]]
@@ -191,7 +190,7 @@ def test_penalties_of_one_request_leave_its_neighbours_alone() -> None:
 
 
 def test_frequency_penalty_counts_the_whole_output() -> None:
-    """C47: a token seen k times drops by 2k, over hundreds of tokens, counted step by step or at once."""
+    """A token seen k times drops by 2k, over hundreds of tokens, counted step by step or at once."""
     logits = [0.0] * 10
     logits[3], logits[4] = 600.5, 1.0
     sampler = Sampler(10, CPU)
@@ -207,7 +206,7 @@ def test_frequency_penalty_counts_the_whole_output() -> None:
 
 
 def test_a_seeded_request_does_not_depend_on_its_neighbours() -> None:
-    """C49: whatever else is in the batch, and in which order."""
+    """Whatever else is in the batch, and in which order."""
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(5, 400, generator=generator)
     seen = set()
@@ -222,7 +221,6 @@ def test_a_seeded_request_does_not_depend_on_its_neighbours() -> None:
 
 
 def test_same_seed_and_prompt_give_the_same_tokens_on_any_row() -> None:
-    """C50."""
     sampler = Sampler(300, CPU)
     for row in range(4):
         sampler.add(request(row, [5, 6], seed=77 if row < 3 else 78))
@@ -235,7 +233,7 @@ def test_same_seed_and_prompt_give_the_same_tokens_on_any_row() -> None:
 
 
 def test_all_end_ids_wait_for_min_tokens() -> None:
-    """C08, with two EOS ids and a stop id; the last one is let through exactly then."""
+    """With two EOS ids and a stop id; the last one is let through exactly then."""
     logits = [9.0, 8.0, 7.0, 1.0]
     sampling: dict[str, Any] = {"temperature": 0, "eos_ids": (0, 1), "stop_ids": (2,), "min_tokens": 5}
     outputs = [sample_one(logits, [3] * (2 + made), 2, **sampling).token for made in range(7)]

@@ -101,7 +101,9 @@ async def test_preempted(demo_gguf: Path, expected: Expected) -> None:
 async def test_step_budget_of_16_tokens(demo_gguf: Path, expected: Expected) -> None:
     """The short form leaves out the longest prompts, each of which takes a step per 16 tokens."""
     prompts = expected.prompts if expected.max_tokens > 16 else expected.prompts[: LENGTHS.index(500) + 1]
-    with Cluster(model=demo_gguf, engine={"max_num_batched_tokens": 16, "max_num_seqs": 16}, worker=oracle.EXACT) as cluster:
+    with Cluster(
+        model=demo_gguf, engine={"max_num_batched_tokens": 16, "max_num_seqs": 16}, worker=oracle.EXACT
+    ) as cluster:
         async with connected(cluster.grpc_address) as stub:
             answers = await generate_all(stub, prompts, max_tokens=expected.max_tokens, temperature=0)
     expected.check(answers)

@@ -8,12 +8,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 SERVE ?=
 ASK ?= Why is the sky blue?
 
-.PHONY: run install stubs demo check test test-slow bench docs constraints contracts clean help
+.PHONY: run install stubs native demo check test test-slow bench docs constraints contracts clean help
 
 run: install  ## Serve the demo model, show one answer, go on until Ctrl-C. SERVE="…" adds options of `triptych serve`.
 	@exec $(BIN)/triptych serve --ask "$(ASK)" $(SERVE)
 
-install: $(INSTALLED) stubs  ## The environment in .venv.
+install: $(INSTALLED) stubs native  ## The environment in .venv, and the native kernels for this CPU.
 
 # torch goes first and by itself, so that no other package can choose its version. setuptools and
 # grpcio-tools come with it because the project then builds in this environment, not in one of its own.
@@ -27,6 +27,10 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py
 
 stubs: $(INSTALLED)
 	@$(BIN)/python -m protos.build
+
+# Without a compiler this says so, and the worker runs torch's kernels.
+native: $(INSTALLED)
+	@$(BIN)/python -m kernels.native.build > /dev/null || true
 
 demo: install  ## Fetch the demo model into the cache folder and print its path.
 	@$(BIN)/python -m services.local.demo

@@ -1,15 +1,17 @@
 """Which implementation of every op runs: the one switch.
 
+"auto"           the fastest: native on a CPU that can have it, else torch
+"native"         C++ (kernels/native); an error where it cannot be had
+"torch"          the fastest that torch has
 "reference"      the specifications, for tests and for doubt
-"auto"           the fastest that the device has
-deterministic    whatever the choice: rows that are bit-equal whatever else is in the batch
+deterministic    whatever the choice: rows that are bit-equal whatever else is in the batch. Native ones always are
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,62 +21,134 @@ from kernels.attention.rows import Rows
 from kernels.embedding import reference as embedding_reference
 from kernels.kv_write import reference as kv_write_reference
 from kernels.kv_write import scatter
+from kernels.largest import reference as largest_reference
 from kernels.linear import packed, tiled
 from kernels.linear import reference as linear_reference
+from kernels.linear.blocks import Blocks
+from kernels.native.build import Unavailable
+from kernels.native.ops import NativeOptions, native_ops
+from kernels.ops import Attention, Linear, Ops, Step, StepTensors
 from kernels.rms_norm import reference as rms_norm_reference
 from kernels.rope import reference as rope_reference
 from kernels.silu_mul import reference as silu_mul_reference
 
-CHOICES = ("auto", "reference")
-
+CHOICES = ("auto", "native", "torch", "reference")
 
 Tensor = torch.Tensor
-
-Linear = Callable[[Tensor], Tensor]
-"""A prepared weight: x_TI -> y_TO."""
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """A prepared attention, called once per layer: (q_THD, k_cache_NPKD, v_cache_NPKD, scale) -> out_THD."""
 
 
-@dataclass(slots=True, frozen=True)
-class Ops:
-    """One implementation of every op; kernels/<op>/reference.py says what each does."""
+def choose_ops(
+    choice: str = "auto",
+    *,
+    deterministic: bool = False,
+    kv_dtype: torch.dtype = torch.float16,
+    head_dim: int = 64,
+    native: NativeOptions | None = None,
+) -> Ops[Any]:
+    """The ops of one run of the worker on a CPU.
 
-    embedding: Callable[[Tensor, Tensor], Tensor]  # ids_T, table_VD
-    prepare_linear: Callable[[Tensor, Tensor | None], Linear]  # weight_OI, bias_O: once, when the weight is loaded
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]  # x_XD, weight_D, eps
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]  # x, residual, weight_D, eps
-    rope_cos_sin: Callable[
-        [Tensor, Tensor, float, torch.dtype], tuple[Tensor, Tensor]
-    ]  # positions_T, inv_freq_E, scale
-    rope: Callable[[Tensor, Tensor, Tensor], Tensor]  # x_TND, cos_TE, sin_TE
-    kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]  # k_TKD, v_TKD, k_cache, v_cache, slots_T
-    prepare_attention: Callable[[Rows, int | None], Attend]  # rows, window: once per step and window
-    silu_mul: Callable[[Tensor], Tensor]  # gate_up_T2F
-
-
-def choose_ops(choice: str = "auto", *, deterministic: bool = False) -> Ops:
-    """The ops of one run of the worker. Raises ValueError for a choice that does not exist."""
+    kv_dtype is that of native ops: float16 or float32. Raises ValueError for a choice that does not exist, and
+    Unavailable where "native" cannot be had; "auto" is torch then, with a note that says why.
+    """
     if choice not in CHOICES:
         raise ValueError(f"ops must be one of {', '.join(CHOICES)}, not {choice!r}")
-    fast = choice == "auto"
+    note = ""
+    if choice in ("auto", "native"):
+        try:
+            return native_ops(native or NativeOptions(), kv_dtype, head_dim)
+        except Unavailable as error:
+            if choice == "native":
+                raise
+            note = str(error)
+    return _torch_ops(fast=choice != "reference", deterministic=deterministic, note=note)
+
+
+def _torch_ops(*, fast: bool, deterministic: bool, note: str) -> Ops[Tensor]:
     attention: Callable[[Rows, int | None], Attend] = batched.Attention if fast else attention_reference.Attention
+    kv_write = scatter.kv_write if fast else kv_write_reference.kv_write
+    prepare_attention = chunked.Attention if deterministic else attention
     return Ops(
-        embedding=embedding_reference.embedding,
+        name="torch" if fast else "reference",
+        level="",
+        note=note,
+        kv_dtype=None,
+        kv_block=lambda block_size, heads, head_dim: (block_size, heads, head_dim),
         prepare_linear=_linear(fast, deterministic),
+        prepare_embedding=_embedding,
+        compile=partial(_Eager, kv_write, prepare_attention),
+        compile_rows=_compile_rows,
+        embedding=embedding_reference.embedding,
         rms_norm=rms_norm_reference.rms_norm,
         add_rms_norm=rms_norm_reference.add_rms_norm,
+        split_heads=_split_heads,
+        qk_norm=_qk_norm,
         rope_cos_sin=rope_reference.rope_cos_sin,
         rope=rope_reference.rope,
-        kv_write=scatter.kv_write if fast else kv_write_reference.kv_write,
-        prepare_attention=chunked.Attention if deterministic else attention,
         silu_mul=silu_mul_reference.silu_mul,
+        largest=largest_reference.largest,
+        kv_write=kv_write,
+        prepare_attention=prepare_attention,
     )
 
 
-def _linear(fast: bool, deterministic: bool) -> Callable[[Tensor, Tensor | None], Linear]:
-    def prepare(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+def _linear(fast: bool, deterministic: bool) -> Callable[[Tensor | Blocks, Tensor | None], Linear[Tensor]]:
+    def prepare(weight_OI: Tensor | Blocks, bias_O: Tensor | None) -> Linear[Tensor]:
+        if isinstance(weight_OI, Blocks):
+            weight_OI = weight_OI.dequantize()
         kind = packed.Linear if fast and packed.is_available(weight_OI) else linear_reference.Linear
         return kind(weight_OI, bias_O)
 
-    return partial(tiled.Linear, prepare) if deterministic else prepare
+    def prepare_tiled(weight_OI: Tensor | Blocks, bias_O: Tensor | None) -> Linear[Tensor]:
+        return tiled.Linear(prepare, weight_OI.dequantize() if isinstance(weight_OI, Blocks) else weight_OI, bias_O)
+
+    return prepare_tiled if deterministic else prepare
+
+
+def _embedding(table_VD: Tensor | Blocks, head: Linear[Tensor] | None) -> Tensor:
+    del head  # it keeps its weight in a layout of its own
+    return table_VD.dequantize() if isinstance(table_VD, Blocks) else table_VD
+
+
+def _split_heads(x: Tensor, counts: Sequence[int], head_dim: int) -> tuple[Tensor, ...]:
+    x_TNA = torch.unflatten(x, 1, (-1, head_dim)) if x.dim() == 2 else x
+    return tuple(torch.split(x_TNA, list(counts), dim=1))
+
+
+def _qk_norm(qk_TNA: Tensor, q_norm_A: Tensor, k_norm_A: Tensor, heads: int, eps: float) -> Tensor:
+    q_THA = rms_norm_reference.rms_norm(qk_TNA[:, :heads], q_norm_A, eps)
+    return torch.cat((q_THA, rms_norm_reference.rms_norm(qk_TNA[:, heads:], k_norm_A, eps)), dim=1)
+
+
+class _Eager:
+    """Tensors need no compiling: each step goes through the mathematics; its attention is prepared once per window."""
+
+    listing = ""
+
+    def __init__(
+        self,
+        kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None],
+        prepare_attention: Callable[[Rows, int | None], Attend],
+        mathematics: Callable[[Step[Tensor]], Tensor],
+    ) -> None:
+        self._kv_write = kv_write
+        self._prepare_attention = prepare_attention
+        self._mathematics = mathematics
+
+    def __call__(self, given: StepTensors) -> Tensor:
+        prepared: dict[int | None, Attend] = {}
+
+        def attend(how: Attention, q_THA: Tensor, k_TKA: Tensor, v_TKA: Tensor) -> Tensor:
+            keys, values = given.cache[how.layer]
+            self._kv_write(k_TKA, v_TKA, keys, values, given.slots_T)
+            if how.window not in prepared:
+                prepared[how.window] = self._prepare_attention(given.rows, how.window)
+            return prepared[how.window](q_THA, keys, values, how.scale).flatten(1)
+
+        return self._mathematics(Step(given.ids_T, given.positions_T, attend))
+
+
+def _compile_rows(mathematics: Callable[[Tensor], Tensor], width: int) -> Callable[[Tensor], Tensor]:
+    del width
+    return mathematics

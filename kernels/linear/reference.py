@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from kernels.linear.blocks import Blocks
+
 
 class Linear:
-    """y = x weight^T + bias: [T, I] and [O, I] give [T, O]."""
+    """y = x weight^T + bias: [T, I] and [O, I] give [T, O]. Blocks are what they stand for, in float32."""
 
-    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> None:
-        self._weight_OI = weight_OI
+    def __init__(self, weight_OI: torch.Tensor | Blocks, bias_O: torch.Tensor | None = None) -> None:
+        self._weight_OI = weight_OI.dequantize() if isinstance(weight_OI, Blocks) else weight_OI
         self._bias_O = bias_O
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from services.common.settings import SettingsError, nearest
 
 COMMANDS = {
     "serve": ("serve", "serve a model on this machine: worker, engine and gateway"),
+    "plan": ("plan", "show the memory that serving a model takes, in bytes"),
     "chat": ("chat", "talk to a model in the terminal"),
     "complete": ("complete", "continue a text"),
     "top": ("top.command", "show what a running cluster does"),

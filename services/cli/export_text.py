@@ -17,14 +17,12 @@ from typing import ClassVar
 import grpc.aio
 
 from protos import common_pb2, engine_pb2, engine_pb2_grpc, worker_pb2, worker_pb2_grpc
-from services.cli import client
-from services.common.channel import backoff, connect
+from services.cli import client, own_worker
+from services.common.channel import connect
 from services.common.settings import Settings, SettingsError, build_parser, knob
 from services.local.cluster import CHILD
 
 _START_S = 60.0
-_US = common_pb2.Peer(role="cli", name="export-text", incarnation=1, contract_min=1, contract_max=1)
-"""A worker loads for an engine, so this is what we are to our own one."""
 
 
 class ExportSettings(Settings):
@@ -84,7 +82,8 @@ async def _from_path(model: Path, simulated: bool) -> dict[str, bytes]:
         )
         try:
             async with connect(address) as channel:
-                await _load(channel, model, process)
+                stub = worker_pb2_grpc.WorkerServiceStub(channel)
+                await own_worker.load(stub, "export-text", lambda: process.returncode is not None, _START_S)
                 return await _collect(_from_worker(channel))
         finally:
             if process.returncode is None:
@@ -94,21 +93,6 @@ async def _from_path(model: Path, simulated: bool) -> dict[str, bytes]:
 
 def _is_folder(model: Path) -> bool:
     return model.is_dir()
-
-
-async def _load(channel: grpc.aio.Channel, model: Path, process: asyncio.subprocess.Process) -> None:
-    """Waits for our own worker and has it open the model."""
-    stub = worker_pb2_grpc.WorkerServiceStub(channel)
-    async with asyncio.timeout(_START_S):
-        async for _ in backoff():
-            if process.returncode is not None:
-                raise SettingsError(f"--model: the worker cannot read {model}; its log stands above")
-            try:
-                await stub.Load(worker_pb2.LoadRequest(engine=_US))
-                return
-            except grpc.aio.AioRpcError as error:
-                if error.code() != grpc.StatusCode.UNAVAILABLE:
-                    raise
 
 
 async def _collect(chunks: AsyncIterator[common_pb2.TextFileChunk]) -> dict[str, bytes]:

@@ -51,7 +51,7 @@ def main(command: str, argv: Sequence[str]) -> int:
     asked = parse(argv, f"triptych {command}")
     stop = _stop_at_signal()
     try:
-        cluster = _cluster(asked)
+        cluster = cluster_of(asked)
         print(f"Starting {', '.join(cluster.roles[:-1])} and {cluster.roles[-1]}", flush=True)
         cluster.start(stop)
         try:
@@ -70,9 +70,9 @@ def main(command: str, argv: Sequence[str]) -> int:
     return 0
 
 
-def parse(argv: Sequence[str], prog: str) -> Asked:
+def parse(argv: Sequence[str], prog: str, description: str = __doc__) -> Asked:
     """Reads the command line. Raises SettingsError."""
-    given = vars(build_parser(prog).parse_args(list(argv)))
+    given = vars(build_parser(prog, description).parse_args(list(argv)))
     model, ask, config = (given.pop(name, "") for name in ("model", "ask", "config"))
     gateways = given.pop("gateways", 1)
     if not 1 <= gateways <= _MOST_GATEWAYS:
@@ -91,9 +91,9 @@ def parse(argv: Sequence[str], prog: str) -> Asked:
     return Asked(model, ask, gateways, knobs)
 
 
-def build_parser(prog: str) -> argparse.ArgumentParser:
+def build_parser(prog: str, description: str = __doc__) -> argparse.ArgumentParser:
     """The command line of `serve`, from the roles' own definitions."""
-    parser = Parser(prog=prog, description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = Parser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = f"{prog} [MODEL] [OPTION…]"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL_HELP)
@@ -120,7 +120,8 @@ def _argument(role: str, name: str) -> dict[str, Any]:
     return argument(ROLES[role], name, ROLES[role].model_fields[name])
 
 
-def _cluster(asked: Asked) -> Cluster:
+def cluster_of(asked: Asked) -> Cluster:
+    """The cluster that it describes, not started."""
     knobs = asked.knobs
     gateway = GatewaySettings.resolve(knobs["gateway"])
     worker = WorkerSettings.resolve(knobs["worker"])

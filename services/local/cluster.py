@@ -160,6 +160,16 @@ class Cluster:
             if _taken(self._private_host, port):
                 raise ClusterError(f"--private-port: something listens on {self._private_host}:{port} already")
 
+    def start_worker(self) -> str:
+        """Starts the worker alone, and says where it will listen; `stop` ends it."""
+        self.folder = _runtime_folder()
+        self.start_role("worker")
+        return f"unix:{self.folder}/worker"
+
+    def runs(self, role: str) -> bool:
+        """Whether a role that was started has not ended."""
+        return self._processes[role].poll() is None
+
     def start_role(self, role: str) -> None:
         """Starts one role, for the first time or after it ended."""
         self._started[role] = time.monotonic()

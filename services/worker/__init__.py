@@ -24,9 +24,9 @@ loading       a model path into a ready model
 text_files    tokenizer, config and template of a model as files
 weights       weights by name, from safetensors or GGUF
 gguf_file     reading GGUF
+gguf_blocks   its quantized tensors, as products read them
 models/       the mathematics of each architecture
 layers        the weights of a decoder, ready to be used
-attention     attention of one step over the paged cache
 cache         the KV tensors
 states        a fixed row for each request: its ids and blocks
 batch         the flat input of one forward pass

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.attention.rows import Rows
+
 
 @dataclass(slots=True, frozen=True)
 class Batch:
@@ -21,3 +23,7 @@ class Batch:
     context_lens: tuple[int, ...]  # per row: tokens in KV once this step is written
     block_table_RB: torch.Tensor  # int32
     logits_at_S: torch.Tensor  # int64, flat positions whose hidden states are turned into logits
+
+    def rows(self, block_size: int) -> Rows:
+        """What attention reads of it."""
+        return Rows(self.row_starts, self.context_lens, self.block_table_RB, block_size)

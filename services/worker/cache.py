@@ -6,6 +6,7 @@ A block holds `block_size` tokens of every layer under the same number; which re
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,10 @@ import torch
 
 from services.common.errors import FailedPrecondition
 from services.worker.step import CacheShape
+
+
+def _tokens_first(block_size: int, heads: int, head_dim: int) -> tuple[int, ...]:
+    return block_size, heads, head_dim
 
 
 @dataclass(slots=True, frozen=True)
@@ -23,6 +28,8 @@ class KvLayout:
     heads: int
     head_dim: int
     dtype: torch.dtype
+    block: Callable[[int, int, int], tuple[int, ...]] = _tokens_first
+    """(tokens of a block, heads, head_dim) -> the shape of its keys in one layer, which its values have too."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -35,15 +42,16 @@ class KvLayout:
 
 
 class KVCache:
-    """The tensors [N blocks, P tokens, K heads, A head size] of every layer."""
+    """Keys and values of every layer: [layers, 2, N blocks, *the layout's block]."""
 
     def __init__(self, layout: KvLayout, shape: CacheShape, device: torch.device) -> None:
         self.block_size = shape.block_size
         self.num_blocks = shape.num_blocks
         self.nbytes = shape.num_blocks * layout.bytes_per_block(shape.block_size)
-        size = (layout.layers, 2, shape.num_blocks, shape.block_size, layout.heads, layout.head_dim)
+        block = layout.block(shape.block_size, layout.heads, layout.head_dim)
+        size = (layout.layers, 2, shape.num_blocks, *block)
         try:
-            self._all = _zeros(size, layout.dtype, device)
+            self.tensor = _zeros(size, layout.dtype, device)
         except (RuntimeError, MemoryError) as error:
             raise FailedPrecondition(
                 f"the KV cache of {shape.num_blocks} blocks, {self.nbytes} bytes, cannot be allocated: {error}",
@@ -52,7 +60,7 @@ class KVCache:
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer."""
-        return self._all[index, 0], self._all[index, 1]
+        return self.tensor[index, 0], self.tensor[index, 1]
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -23,10 +23,23 @@ class WorkerSettings(Settings):
     model: str = knob("", "folder or GGUF file of the model; empty waits for the engine to name one")
     device: Literal["cpu"] = knob("cpu", "where the model runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = knob(
-        "auto", "type to compute in; auto is float32 on cpu"
+        "auto", "type of the weights; auto keeps the file's own, quantized too; float32 is the exact path"
+    )
+    quantize: Literal["none", "int8"] = knob(
+        "none", "round weights to int8, in groups of 32, as they are loaded: those that are not quantized yet"
     )
     threads: int = knob(0, "threads that one step uses; 0 takes every core", ge=0)
-    ops: Literal["auto", "reference"] = knob("auto", "kernels: the fastest of the device, or the plain torch ones")
+    ops: Literal["auto", "native", "torch", "reference"] = knob(
+        "auto", "kernels: native (C++) where it can be had, torch's fastest, or the plain reference"
+    )
+    isa: Literal["auto", "avx512-vnni", "avx512", "avx2", "portable"] = knob(
+        "auto", "instruction set of the native kernels; auto is the best of this CPU"
+    )
+    spin_us: float = knob(
+        100.0, "microseconds that an idle thread of the native kernels waits for work before it sleeps", ge=0, le=10_000
+    )
+    pin: bool = knob(False, "each thread of the native kernels keeps to a core of its own")
+    nice: int = knob(0, "niceness of the threads that run a step; under 0 needs a privilege", ge=-20, le=19)
     deterministic: bool = knob(False, "equal tokens whatever runs beside a request, for some speed")
     kv_cache_bytes: int | None = knob(None, "bytes of the KV cache; unset takes kv_cache_fraction", gt=0)
     kv_cache_fraction: float = knob(0.25, "part of the memory left by weights and step that KV gets", gt=0, le=0.95)

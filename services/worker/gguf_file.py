@@ -1,4 +1,4 @@
-"""A GGUF file in Hugging Face terms: its config.json, and its tensors by their Hugging Face names, dequantized."""
+"""A GGUF file in Hugging Face terms: its config.json, and its tensors by their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kernels.linear.blocks import Blocks
 from services.common.errors import InvalidArgument
+from services.worker.gguf_blocks import WITHOUT_LOSS, blocks_of
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _TOP_NAMES = {
@@ -32,6 +34,7 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_SHORT_FLOATS = {gguf.GGMLQuantizationType.F16: torch.float16, gguf.GGMLQuantizationType.BF16: torch.bfloat16}
 
 
 class _PlainReader(gguf.GGUFReader):  # type: ignore[misc]  # the library ships no types
@@ -82,12 +85,34 @@ class GgufFile:
         return self._tensors.keys()
 
     def get(self, name: str) -> torch.Tensor:
-        """One tensor in float32."""
+        """One tensor: float16 and bfloat16 as they are stored, everything else in float32."""
         stored = self._tensors[name]
-        values = gguf.quants.dequantize(stored.data, stored.tensor_type)
-        tensor = torch.from_numpy(values if values.flags.writeable else values.copy())
-        unturn = self._interleaved_heads(name)
-        return tensor if unturn is None else unturn(tensor)
+        if stored.tensor_type in WITHOUT_LOSS:  # the same values as the library's, in a third of its time
+            blocks = self.blocks(name)
+            if blocks is not None:
+                return blocks.dequantize()
+        if stored.tensor_type in _SHORT_FLOATS:
+            tensor = torch.from_numpy(stored.data.copy()).view(_SHORT_FLOATS[stored.tensor_type])
+        else:
+            values = self._read(name, gguf.quants.dequantize)
+            tensor = torch.from_numpy(values if values.flags.writeable else values.copy())
+        order = self._order_of_rows(name)
+        return tensor if order is None else tensor[order]
+
+    def blocks(self, name: str) -> Blocks | None:
+        """A quantized matrix as blocks; None where it is none, or does not fit."""
+        blocks: Blocks | None = self._read(name, blocks_of)
+        order = self._order_of_rows(name)
+        return blocks if blocks is None or order is None else blocks.rows(order)
+
+    def _read(self, name: str, read: Callable[[NDArray[np.uint8], Any], Any]) -> Any:
+        stored = self._tensors[name]
+        try:
+            return read(stored.data, stored.tensor_type)
+        except NotImplementedError as error:
+            raise InvalidArgument(
+                f"{self.path}: tensor {stored.name} is {stored.tensor_type.name}, which is not served", field="model"
+            ) from error
 
     def config(self) -> dict[str, Any]:
         """What config.json would say."""
@@ -155,8 +180,8 @@ class GgufFile:
             f"{self.path}: tensor {name} has no place in the architecture {self.architecture}", field="model"
         )
 
-    def _interleaved_heads(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """GGUF's llama stores the rows of a head as pairs (0, E, 1, E + 1 ...): back to halves.
+    def _order_of_rows(self, name: str) -> torch.Tensor | None:
+        """GGUF's llama stores the rows of a head as pairs (0, E, 1, E + 1 ...): where each is found.
 
         stored   0  E  1  E+1  2  E+2 ...        wanted   0  1  2 ... E  E+1  E+2 ...
         """
@@ -165,7 +190,7 @@ class GgufFile:
         heads = self._number("attention.head_count")
         if ".k_proj." in name:
             heads = self._number("attention.head_count_kv", heads)
-        return lambda tensor: torch.unflatten(tensor, 0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
+        return torch.arange(len(self._tensors[name].data)).view(heads, -1, 2).transpose(1, 2).flatten()
 
 
 def _short_float(value: float) -> float:

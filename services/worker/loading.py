@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from kernels.dispatch import choose_ops
+from kernels.native.ops import NativeOptions
 from services.common.errors import InvalidArgument, NotFound
 from services.worker.gguf_file import GgufFile
 from services.worker.models.config import ModelConfig
@@ -14,47 +18,81 @@ from services.worker.models.decoder import Decoder
 from services.worker.models.registry import read_config
 from services.worker.step import KvGroup, LoadedModel
 from services.worker.text_files import config_json, files_of_folder, files_of_gguf
-from services.worker.weights import SafetensorsFolder, TensorSource, load_weights
+from services.worker.weights import Precision, SafetensorsFolder, TensorSource, load_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BITS = {"none": None, "int8": 8}
 
 
 def load_model(
-    path: str, *, dtype: str | None = None, device: str = "cpu", ops: str = "auto", deterministic: bool = False
+    path: str,
+    *,
+    dtype: str | None = None,
+    device: str = "cpu",
+    ops: str = "auto",
+    deterministic: bool = False,
+    quantize: str = "none",
+    native: NativeOptions | None = None,
 ) -> tuple[Decoder, LoadedModel]:
     """Loads a Hugging Face folder or a GGUF file.
 
-    dtype None or "auto" is float32 on a CPU and the checkpoint's own elsewhere. Raises NotFound for a path that is
-    not there and InvalidArgument, naming the key or the tensor, for what cannot be served.
+    dtype is the type of the weights: "float32" is the exact path; None or "auto" keeps what the file has, quantized
+    blocks too, where the ops read it (native), and otherwise is float32 on a CPU and the checkpoint's own elsewhere.
+    quantize "int8" rounds the weights that are not quantized then.
+
+    Raises NotFound for a path that is not there and InvalidArgument, naming the key or the tensor, for what cannot be
+    served.
     """
-    place = Path(path)
-    source: TensorSource
-    if place.is_file():
-        file = GgufFile(place)
-        raw, source = file.config(), file
-        text_files = files_of_gguf(file)
-    elif place.is_dir():
-        raw, source = config_json(place), SafetensorsFolder(place)
-        text_files = files_of_folder(place)
-    else:
-        raise NotFound(f"there is no model at {path}", field="model")
+    if dtype not in (None, "auto", *DTYPES):
+        raise InvalidArgument(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}", field="dtype")
+    if quantize not in BITS:
+        raise InvalidArgument(f"quantize must be one of {', '.join(BITS)}, not {quantize!r}", field="quantize")
+    raw, source, text_files = _open(Path(path))
     config = read_config(raw)
-    torch_dtype = _dtype(dtype, config, device)
-    weights = load_weights(
-        config, source, choose_ops(ops, deterministic=deterministic), torch_dtype, torch.device(device)
+    chosen = choose_ops(
+        ops if device == "cpu" or ops != "auto" else "torch",
+        deterministic=deterministic,
+        kv_dtype=_kv_dtype(dtype, quantize, config, source),
+        head_dim=config.head_dim,
+        native=native,
     )
-    model = Decoder(config, weights, choose_ops(ops, deterministic=deterministic))
+    precision = _precision(dtype, quantize, config, device, native=chosen.name == "native")
+    with _one_thread():
+        weights = load_weights(config, source, chosen, precision, torch.device(device))
+    model = Decoder(config, weights, chosen)
     return model, LoadedModel(
         architecture=config.architecture,
         vocab_size=config.vocab_size,
         max_model_len=config.max_model_len,
-        dtype=str(torch_dtype).removeprefix("torch."),
+        dtype=max(weights.memory, key=lambda kind: weights.memory[kind]),
         weight_bytes=model.weight_bytes,
+        weight_memory=weights.memory,
         kv_groups=(_kv_group(model),),
         text_files=text_files,
         capabilities=("generate", "prompt_logprobs", "embed"),
         pools=True,
     )
+
+
+def _open(place: Path) -> tuple[dict[str, Any], TensorSource, dict[str, bytes]]:
+    """The config, the tensors and the text files of a model."""
+    if place.is_file():
+        file = GgufFile(place)
+        return file.config(), file, files_of_gguf(file)
+    if place.is_dir():
+        return config_json(place), SafetensorsFolder(place), files_of_folder(place)
+    raise NotFound(f"there is no model at {place}", field="model")
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Loading is many small steps, each as fast as memory: threads would only wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _kv_group(model: Decoder) -> KvGroup:
@@ -64,9 +102,19 @@ def _kv_group(model: Decoder) -> KvGroup:
     return KvGroup(model.config.num_layers, model.kv_layout.bytes_per_token, window)
 
 
-def _dtype(name: str | None, config: ModelConfig, device: str) -> torch.dtype:
-    if name in (None, "auto"):
-        name = "float32" if device == "cpu" else config.dtype
-    if name not in DTYPES:
-        raise InvalidArgument(f"dtype must be auto or one of {', '.join(DTYPES)}, not {name!r}", field="dtype")
-    return DTYPES[name]
+def _kv_dtype(dtype: str | None, quantize: str, config: ModelConfig, source: TensorSource) -> torch.dtype:
+    """16 bits, except beside weights that are float32: what is asked to be exact, and is stored so."""
+    stored = config.dtype if isinstance(source, SafetensorsFolder) else "float16"
+    wanted = stored if dtype in (None, "auto") else dtype
+    return torch.float32 if wanted == "float32" and quantize == "none" else torch.float16
+
+
+def _precision(dtype: str | None, quantize: str, config: ModelConfig, device: str, *, native: bool) -> Precision:
+    bits = BITS[quantize]
+    if native:
+        return Precision(torch.float32, None if dtype in (None, "auto") else DTYPES[dtype], bits)
+    if dtype in (None, "auto"):
+        dtype = "float32" if device == "cpu" else config.dtype
+        if dtype not in DTYPES:
+            raise InvalidArgument(f"the checkpoint's dtype {dtype!r} is none of {', '.join(DTYPES)}", field="dtype")
+    return Precision(DTYPES[dtype], DTYPES[dtype], bits, unpacked=True)

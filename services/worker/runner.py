@@ -11,7 +11,10 @@ from itertools import islice
 
 import torch
 
+from kernels.native.build import Unavailable
+from kernels.native.ops import NativeOptions
 from services.common.errors import FailedPrecondition, InvalidArgument
+from services.common.logs import Log
 from services.worker.cache import KVCache
 from services.worker.config import WorkerSettings
 from services.worker.loading import load_model
@@ -46,6 +49,8 @@ from services.worker.step import (
 )
 from services.worker.trial import trial_step
 
+_log = Log("worker.runner")
+
 
 class TorchRunner:
     """Runs steps of a torch model. All calls come from one thread."""
@@ -61,19 +66,41 @@ class TorchRunner:
         self._pooler = Pooler()
 
     def load(self, model_path: str, dtype: str | None) -> LoadedModel:
-        """Reads the weights. The number of threads is set here because it belongs to the thread that steps."""
+        """Reads the weights. Threads and niceness are set here because they belong to the thread that steps."""
         if not model_path:
             raise FailedPrecondition("no model is named, neither by --model nor by the engine", field="model_path")
         settings = self._settings
-        torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
-        self._model, self._loaded = load_model(
-            model_path,
-            dtype=dtype or settings.dtype,
-            device=settings.device,
-            ops=settings.ops,
-            deterministic=settings.deterministic,
-        )
+        threads = settings.threads or len(os.sched_getaffinity(0))
+        torch.set_num_threads(threads)
+        if settings.nice:
+            self._be_nice(settings.nice)
+        try:
+            self._model, self._loaded = load_model(
+                model_path,
+                dtype=dtype or settings.dtype,
+                device=settings.device,
+                ops=settings.ops,
+                deterministic=settings.deterministic,
+                quantize=settings.quantize,
+                native=NativeOptions(settings.isa, threads, settings.spin_us, settings.pin),
+            )
+        except Unavailable as error:
+            raise FailedPrecondition(f"there are no native kernels: {error}", field="ops") from error
+        ops = self._model.ops
+        if ops.note:
+            _log.warning("no native kernels: torch is several times slower", why=ops.note)
+        if ops.name == "native":
+            torch.set_num_threads(1)  # two pools of threads that wait for each other's cores ruin each other
+        _log.info("kernels", ops=ops.name, isa=ops.level or None, threads=threads)
+        _log.debug("program", listing=self._model.listing)
         return self._loaded
+
+    def _be_nice(self, nice: int) -> None:
+        """Sets the niceness of this thread, which the threads that it starts inherit."""
+        try:
+            os.setpriority(os.PRIO_PROCESS, 0, nice)
+        except PermissionError as error:
+            _log.warning("the niceness cannot be set", nice=nice, why=str(error))
 
     def plan_memory(self, shape: CacheShape, kv_cache_bytes: int | None) -> MemoryPlan:
         """Runs the largest step on one layer, and gives KV what the settings say of the rest."""
@@ -106,7 +133,7 @@ class TorchRunner:
         self._cache = None  # the old one goes before the new one comes
         self._cache = KVCache(model.kv_layout, shape, model.device)
         self._states = States(shape)
-        self._sampler = Sampler(loaded.vocab_size, model.device)
+        self._sampler = Sampler(loaded.vocab_size, model.device, model.ops.largest)
         self._pooler = Pooler()
 
     def reset(self) -> None:
@@ -158,7 +185,8 @@ class TorchRunner:
         if sampling:
             asked = [span for span, _ in sampling]
             given = masks() if any(span.flags & MASKED for span in asked) else {}
-            hidden_SD = hidden_TD[batch.logits_at_S]
+            all_sample = len(batch.logits_at_S) == len(hidden_TD)
+            hidden_SD = hidden_TD if all_sample else hidden_TD[batch.logits_at_S]
             for span, sampled in zip(asked, self._sample(model, asked, hidden_SD, given), strict=True):
                 results.setdefault(span.row, _take(states, span, sampled))
         ordered = (results[row] for row in step.rows.tolist() if row in results)

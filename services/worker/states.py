@@ -125,11 +125,15 @@ class States:
         rows = np.array([span.row for span in spans], np.int64)
         starts = np.array([span.start for span in spans], np.int64)
         ends = np.array([span.end for span in spans], np.int64)
-        counts = ends - starts
-        offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
-        row_of_T = np.repeat(rows, counts)
-        positions_T = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], counts)
-        writable = np.repeat(np.array([span.first_writable for span in spans], np.int64), counts)
+        writable = np.array([span.first_writable for span in spans], np.int64)
+        if int(ends.sum() - starts.sum()) == len(spans):  # one token each: every column is there already
+            offsets, row_of_T, positions_T = np.arange(len(spans) + 1), rows, starts
+        else:
+            counts = ends - starts
+            offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
+            row_of_T = np.repeat(rows, counts)
+            positions_T = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], counts)
+            writable = np.repeat(writable, counts)
         blocks_T = self._blocks[row_of_T, positions_T // self._block_size].astype(np.int64)
         slots_T = blocks_T * self._block_size + positions_T % self._block_size
         slots_T[positions_T < writable] = -1
@@ -141,7 +145,7 @@ class States:
             row_starts=tuple(offsets.tolist()),
             context_lens=tuple(ends.tolist()),
             block_table_RB=torch.from_numpy(self._blocks[rows, :longest]),
-            logits_at_S=torch.tensor(logits_at, dtype=torch.int64),
+            logits_at_S=_tensor(np.array(logits_at, np.int64)),
         )
 
 

@@ -7,7 +7,7 @@ computes unless said otherwise. A Runner turns one into the other: the torch one
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -213,6 +213,7 @@ class LoadedModel:
     capabilities: tuple[str, ...] = ("generate",)
     pools: bool = False  # whether steps may ask for pooled vectors
     media: bool = False  # whether steps may encode media and rows read them
+    weight_memory: dict[str, int] = field(default_factory=dict)  # weight_bytes by the type they are kept in
 
 
 class Runner(Protocol):

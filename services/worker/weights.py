@@ -1,4 +1,4 @@
-"""Weights from a checkpoint into a decoder: names, shapes, fusing. Knows no mathematics.
+"""Weights from a checkpoint into a decoder: names, shapes, types, fusing. Knows no mathematics.
 
 A source gives tensors by their Hugging Face names: a folder of safetensors here, a GGUF file in gguf_file.
 """
@@ -6,17 +6,36 @@ A source gives tensors by their Hugging Face names: a folder of safetensors here
 from __future__ import annotations
 
 import json
-from collections.abc import Set
+from collections import Counter
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kernels.dispatch import Linear, Ops
+from kernels.linear.blocks import GROUP, Blocks
+from kernels.ops import Linear, Ops
 from services.common.errors import InvalidArgument, NotFound
+from services.common.logs import Log
 from services.worker.layers import Layer, Weights
 from services.worker.models.config import ModelConfig
+
+_KEPT = (torch.float32, torch.float16, torch.bfloat16)
+"""Types that matrices may keep; another becomes float32."""
+_log = Log("worker.weights")
+
+
+@dataclass(slots=True, frozen=True)
+class Precision:
+    """In which types weights are kept."""
+
+    compute: torch.dtype  # norms, biases, and everything that a step computes
+    stored: torch.dtype | None  # matrices; None: as the file has them, quantized ones too
+    bits: int | None = None  # matrices are rounded to so many, those that are not quantized yet
+    unpacked: bool = False  # the ops multiply with `compute` alone: what is quantized is turned into it
 
 
 class TensorSource(Protocol):
@@ -27,6 +46,9 @@ class TensorSource(Protocol):
 
     def get(self, name: str) -> torch.Tensor:
         """One of them, in whatever floating type it is stored."""
+
+    def blocks(self, name: str) -> Blocks | None:
+        """A matrix that is stored quantized; None where it is not, or where blocks cannot hold it."""
 
 
 class SafetensorsFolder:
@@ -58,6 +80,9 @@ class SafetensorsFolder:
         tensor: torch.Tensor = self._files[name].get_tensor(name)
         return tensor
 
+    def blocks(self, name: str) -> Blocks | None:
+        """None is quantized here."""
+
     def _open(self, path: Path) -> None:
         try:
             file: Any = safe_open(path, framework="pt")
@@ -75,21 +100,25 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def load_weights(
-    config: ModelConfig, source: TensorSource, ops: Ops, dtype: torch.dtype, device: torch.device
+    config: ModelConfig, source: TensorSource, ops: Ops[Any], precision: Precision, device: torch.device
 ) -> Weights:
     """All weights. Raises InvalidArgument that names a tensor that is missing, too many, or of another shape."""
-    reader = _Reader(source, ops, dtype, device)
-    hidden = config.hidden_size
-    embedding_VD = reader.tensor("model.embed_tokens.weight", config.vocab_size, hidden)
-    layers = tuple(_load_layer(reader, config, f"model.layers.{index}.") for index in range(config.num_layers))
-    final_norm_D = reader.tensor("model.norm.weight", hidden)
+    reader = _Reader(source, ops, precision, device)
+    hidden, vocab = config.hidden_size, config.vocab_size
+    table_VD = reader.matrix(["model.embed_tokens"], [vocab], hidden, rounded=config.tie_word_embeddings)
     if config.tie_word_embeddings:
         reader.allow("lm_head.weight")  # some checkpoints store the tied table twice
-        head = reader.prepare(embedding_VD, None)
+        head = reader.prepare(table_VD, None)
+        embedding = reader.prepare_embedding(table_VD, head)
     else:
-        head = reader.linear(["lm_head"], [config.vocab_size], hidden, bias=False)
+        embedding = reader.prepare_embedding(table_VD, None)
+        head = reader.linear(["lm_head"], [vocab], hidden, bias=False)
+    del table_VD
+    layers = tuple(_load_layer(reader, config, f"model.layers.{index}.") for index in range(config.num_layers))
+    final_norm_D = reader.tensor("model.norm.weight", hidden)
     reader.check_all_used()
-    return Weights(embedding_VD, layers, final_norm_D, head, reader.nbytes)
+    reader.report()
+    return Weights(embedding, layers, final_norm_D, head, dict(reader.memory), precision.compute, device)
 
 
 def _load_layer(reader: _Reader, config: ModelConfig, prefix: str) -> Layer:
@@ -116,37 +145,54 @@ def _load_layer(reader: _Reader, config: ModelConfig, prefix: str) -> Layer:
 
 
 class _Reader:
-    """Takes tensors from a source, and knows in the end which were not taken."""
+    """Takes tensors from a source, and knows in the end which were not taken and what the others weigh."""
 
-    def __init__(self, source: TensorSource, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
-        self.nbytes = 0
+    def __init__(self, source: TensorSource, ops: Ops[Any], precision: Precision, device: torch.device) -> None:
+        self.memory: Counter[str] = Counter()  # bytes by the type that they are kept in
         self._source = source
         self._ops = ops
-        self._dtype = dtype
+        self._precision = precision
         self._device = device
         self._unused = set(source.names())
+        self._not_rounded: list[str] = []
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """One tensor of the shape that the config implies."""
-        tensor = self._take(name, *shape).to(device=self._device, dtype=self._dtype, copy=True)
-        self.nbytes += tensor.nbytes
+        tensor = self._take(name, *shape).to(device=self._device, dtype=self._precision.compute, copy=True)
+        self._count(tensor)
         return tensor
 
-    def linear(self, names: list[str], widths: list[int], inputs: int, *, bias: bool) -> Linear:
+    def linear(self, names: list[str], widths: list[int], inputs: int, *, bias: bool) -> Linear[Any]:
         """Products of one input, side by side as one."""
-        weight = self._fuse(
-            [self._take(f"{name}.weight", width, inputs) for name, width in zip(names, widths, strict=True)]
-        )
+        weight = self.matrix(names, widths, inputs)
         if not bias:
             return self.prepare(weight, None)
-        return self.prepare(
-            weight, self._fuse([self._take(f"{name}.bias", width) for name, width in zip(names, widths, strict=True)])
-        )
+        parts = [self._take(f"{name}.bias", width) for name, width in zip(names, widths, strict=True)]
+        return self.prepare(weight, torch.cat([self._placed(part, self._precision.compute) for part in parts]))
 
-    def prepare(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Linear:
+    def matrix(
+        self, names: list[str], widths: list[int], inputs: int, *, rounded: bool = True
+    ) -> torch.Tensor | Blocks:
+        """Weights of one input under one another, in the type that they are kept in."""
+        weight = _fuse(
+            [self._part(f"{name}.weight", width, inputs, rounded) for name, width in zip(names, widths, strict=True)]
+        )
+        if self._precision.unpacked and isinstance(weight, Blocks):
+            return self._placed(weight.dequantize(), self._precision.compute)
+        return weight
+
+    def prepare(self, weight_OI: torch.Tensor | Blocks, bias_O: torch.Tensor | None) -> Linear[Any]:
         """Hands a weight to the op that will multiply with it, and counts it."""
-        self.nbytes += weight_OI.nbytes + (0 if bias_O is None else bias_O.nbytes)
+        self._count(weight_OI)
+        if bias_O is not None:
+            self._count(bias_O)
         return self._ops.prepare_linear(weight_OI, bias_O)
+
+    def prepare_embedding(self, table_VD: torch.Tensor | Blocks, head: Linear[Any] | None) -> Any:
+        """Hands a table to the op that will look up its rows; where that reads a tied head, it is not counted again."""
+        if head is None or self._precision.unpacked:
+            self._count(table_VD)
+        return self._ops.prepare_embedding(table_VD, head)
 
     def allow(self, name: str) -> None:
         """A tensor that may be there and is not needed."""
@@ -161,18 +207,62 @@ class _Reader:
                 field="model",
             )
 
-    def _fuse(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([part.to(device=self._device, dtype=self._dtype) for part in parts])
+    def report(self) -> None:
+        """Says in the log which matrices could not be rounded."""
+        if self._not_rounded:
+            why = f"their inputs are no multiple of {GROUP}"
+            _log.warning("not quantized", tensors=len(self._not_rounded), first=self._not_rounded[0], why=why)
+
+    def _part(self, name: str, outputs: int, inputs: int, rounded: bool) -> torch.Tensor | Blocks:
+        """One matrix, in the type that it is kept in unless it is joined with others."""
+        precision = self._precision
+        if precision.stored is None and name in self._source.names():
+            blocks = self._source.blocks(name)
+            if blocks is not None:
+                self._check_shape(name, blocks.shape, (outputs, inputs))
+                self._unused.discard(name)
+                return blocks
+        tensor = self._take(name, outputs, inputs)
+        kept = tensor.dtype if tensor.dtype in _KEPT else torch.float32
+        if precision.bits is None or not rounded:
+            return self._placed(tensor, precision.stored or kept)
+        if inputs % GROUP:
+            self._not_rounded.append(name)
+            return self._placed(tensor, precision.stored or kept)
+        try:
+            return Blocks.of(tensor.to(precision.stored or kept), precision.bits)
+        except ValueError as error:
+            raise InvalidArgument(f"tensor {name} cannot be quantized: {error}", field="quantize") from error
 
     def _take(self, name: str, *shape: int) -> torch.Tensor:
         if name not in self._source.names():
             raise InvalidArgument(f"the checkpoint lacks the tensor {name}", field="model")
         self._unused.discard(name)
         tensor = self._source.get(name)
-        if tensor.shape != shape:
-            raise InvalidArgument(
-                f"tensor {name} has the shape {list(tensor.shape)}, its config asks for {list(shape)}", field="model"
-            )
+        self._check_shape(name, tensor.shape, shape)
         if not tensor.is_floating_point():
             raise InvalidArgument(f"tensor {name} is {tensor.dtype}: only floating types are served", field="model")
         return tensor
+
+    def _check_shape(self, name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
+        if tuple(found) != tuple(wanted):
+            raise InvalidArgument(
+                f"tensor {name} has the shape {list(found)}, its config asks for {list(wanted)}", field="model"
+            )
+
+    def _placed(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return tensor.to(device=self._device, dtype=dtype)
+
+    def _count(self, weight: torch.Tensor | Blocks) -> None:
+        kind = f"int{weight.bits}" if isinstance(weight, Blocks) else str(weight.dtype).removeprefix("torch.")
+        self.memory[kind] += weight.nbytes
+
+
+def _fuse(parts: list[torch.Tensor | Blocks]) -> torch.Tensor | Blocks:
+    """One under the other, in one type that loses nothing worth having: blocks count as float16 beside floats."""
+    blocks = [part for part in parts if isinstance(part, Blocks)]
+    if len(blocks) == len(parts):
+        return Blocks.concat(blocks)
+    types = [torch.float16 if isinstance(part, Blocks) else part.dtype for part in parts]
+    dtype = reduce(torch.promote_types, types)
+    return torch.cat([part.dequantize() if isinstance(part, Blocks) else part for part in parts]).to(dtype)

@@ -47,7 +47,7 @@ def expected(request: pytest.FixtureRequest, demo_gguf: Path) -> Expected:
 
 @pytest.fixture(scope="module")
 def cluster(demo_gguf: Path) -> Iterator[Cluster]:
-    with Cluster(model=demo_gguf) as running:
+    with Cluster(model=demo_gguf, worker=oracle.EXACT) as running:
         yield running
 
 
@@ -90,7 +90,7 @@ async def test_preempted(demo_gguf: Path, expected: Expected) -> None:
         "block_size": 4,
         "output_reserve_blocks": 0,
     }
-    with Cluster(model=demo_gguf, engine=engine) as cluster:
+    with Cluster(model=demo_gguf, engine=engine, worker=oracle.EXACT) as cluster:
         async with connected(cluster.grpc_address) as stub:
             prompts = [expected.prompts[index] for index in order]
             answers = await generate_all(stub, prompts, max_tokens=expected.max_tokens, temperature=0)
@@ -101,7 +101,9 @@ async def test_preempted(demo_gguf: Path, expected: Expected) -> None:
 async def test_step_budget_of_16_tokens(demo_gguf: Path, expected: Expected) -> None:
     """The short form leaves out the longest prompts, each of which takes a step per 16 tokens."""
     prompts = expected.prompts if expected.max_tokens > 16 else expected.prompts[: LENGTHS.index(500) + 1]
-    with Cluster(model=demo_gguf, engine={"max_num_batched_tokens": 16, "max_num_seqs": 16}) as cluster:
+    with Cluster(
+        model=demo_gguf, engine={"max_num_batched_tokens": 16, "max_num_seqs": 16}, worker=oracle.EXACT
+    ) as cluster:
         async with connected(cluster.grpc_address) as stub:
             answers = await generate_all(stub, prompts, max_tokens=expected.max_tokens, temperature=0)
     expected.check(answers)

@@ -21,7 +21,7 @@ PERPLEXITY = 15.33
 
 async def test_perplexity_of_a_fixed_text(demo_gguf: Path) -> None:
     ids = oracle.load_tokenizer(demo_gguf).encode(oracle.english_text()).ids[1000 : 1000 + TOKENS]
-    with Cluster(model=demo_gguf) as cluster:
+    with Cluster(model=demo_gguf, worker=oracle.EXACT) as cluster:
         async with connected(cluster.grpc_address) as stub:
             answer = await generate(stub, ids, max_tokens=1, temperature=0, prompt_logprobs=0)
     assert len(answer.prompt_logprobs) == TOKENS

@@ -96,11 +96,13 @@ def merges_exist(monkeypatch):
 def test_logits_of_tiny_models(tmp_path, kind, architecture, monkeypatch):
     monkeypatch.setitem(tiny.KINDS, "llama-wide-heads", ("Llama", {"head_dim": 24}))
     oracle = tiny.make(kind)
-    model, facts = load_model(str(write_gguf(oracle, tmp_path / "m.gguf", architecture)))
-    run = Sequences(model, [IDS])
-    run.step([(0, len(IDS))])
-    torch.testing.assert_close(run.all_logits(0), tiny.oracle_logits(oracle, IDS), atol=1e-4, rtol=0)
-    assert facts.architecture == type(oracle).__name__
+    path = str(write_gguf(oracle, tmp_path / "m.gguf", architecture))
+    for dtype, tolerance in (("float32", 1e-4), ("auto", 1e-2)):  # auto: keys and values are float16
+        model, facts = load_model(path, dtype=dtype)
+        run = Sequences(model, [IDS])
+        run.step([(0, len(IDS))])
+        torch.testing.assert_close(run.all_logits(0), tiny.oracle_logits(oracle, IDS), atol=tolerance, rtol=0)
+        assert facts.architecture == type(oracle).__name__
 
 
 def test_quantized_tensors_are_dequantized_to_the_formats_own_values(tmp_path):
@@ -117,7 +119,7 @@ def test_quantized_tensors_are_dequantized_to_the_formats_own_values(tmp_path):
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        found = GgufFile(tmp_path / "q.gguf").get("model.embed_tokens.weight").numpy()
+        found = GgufFile(tmp_path / "q.gguf").get("model.embed_tokens.weight").float().numpy()
         np.testing.assert_array_equal(found, gguf.quants.dequantize(stored, kind))
         np.testing.assert_allclose(found, blocks, atol=0.4)
 
@@ -169,7 +171,7 @@ def test_config_of_the_demo_model(demo_gguf):
 
 def test_logits_of_the_demo_model(demo_gguf):
     """Whole, and in chunks mixed with decode, against transformers' own reader of the same file."""
-    model, _ = load_model(str(demo_gguf))
+    model, _ = load_model(str(demo_gguf), dtype="float32")
     tokenizer = oracle.load_tokenizer(demo_gguf)
     prompts = ["<|im_start|>user\nWhat is 17 + 25?<|im_end|>\n<|im_start|>assistant\n", oracle.english_text()[:400]]
     sequences = [tokenizer.encode(prompt).ids for prompt in prompts]

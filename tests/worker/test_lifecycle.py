@@ -217,7 +217,7 @@ class TestRealModel:
             for number, level in enumerate((1, 2)):
                 cache, (model, _) = runner._cache, runner._model_of("test")
                 assert cache is not None
-                tensors = [weakref.ref(cache._all), weakref.ref(model._weights.embedding_VD)]
+                tensors = [weakref.ref(cache.tensor), weakref.ref(model._weights.embedding)]
                 del cache, model
                 assert await sleep(worker, level) == kv_bytes + (loaded.weight_bytes if level == 2 else 0)
                 gc.collect()

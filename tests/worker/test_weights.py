@@ -25,7 +25,7 @@ def folder(oracle, tmp_path):
 
 
 def logits(folder) -> torch.Tensor:
-    model, _ = load_model(str(folder))
+    model, _ = load_model(str(folder), dtype="float32")
     run = Sequences(model, [IDS])
     run.step([(0, len(IDS))])
     return run.all_logits(0)
@@ -49,7 +49,7 @@ def test_weights_are_converted_to_the_wanted_type(oracle, folder):
 
 
 def test_the_file_may_go_after_loading(oracle, folder):
-    model, _ = load_model(str(folder))
+    model, _ = load_model(str(folder), dtype="float32")
     (folder / "model.safetensors").write_bytes(b"")
     run = Sequences(model, [IDS])
     run.step([(0, len(IDS))])

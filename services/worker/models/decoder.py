@@ -1,5 +1,7 @@
 """The Llama family's forward pass, as mathematics on the flat batch. Knows no names of weights and no files.
 
+Written over the table of ops alone, so that it says the same of tensors and of the symbols of a program.
+
 T tokens of the step   D hidden size   H query heads   K key/value heads   A head size   F feed-forward size
 V vocabulary   S positions that give logits   E = A / 2 rotated pairs
 """
@@ -7,11 +9,11 @@ V vocabulary   S positions that give logits   E = A / 2 rotated pairs
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from kernels.dispatch import Ops
-from services.worker.attention import StepAttention
+from kernels.ops import Attention, Ops, Step, StepTensors
 from services.worker.batch import Batch
 from services.worker.cache import KVCache, KvLayout
 from services.worker.layers import Layer, Weights
@@ -22,16 +24,19 @@ from services.worker.models.rotary import frequencies
 class Decoder:
     """One decoder: tokens to hidden states, hidden states to logits."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops[Any]) -> None:
         self.config = config
-        self.dtype = weights.embedding_VD.dtype
-        self.device = weights.embedding_VD.device
+        self.dtype = weights.dtype
+        self.device = weights.device
         self.weight_bytes = weights.nbytes
-        self.kv_layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, self.dtype)
+        self.kv_layout = KvLayout(
+            config.num_layers, config.num_kv_heads, config.head_dim, ops.kv_dtype or self.dtype, ops.kv_block
+        )
         self._weights = weights
-        self._ops = ops
-        inv_freq_E, self._rope_scale = frequencies(config.rope, config.head_dim)
-        self._inv_freq_E = inv_freq_E.to(self.device)
+        self.ops = ops
+        # Not methods of this object: what holds itself is not freed when it is let go.
+        self._forward = ops.compile(_Mathematics(config, weights, ops).hidden)
+        self._logits = ops.compile_rows(weights.head, config.hidden_size)
 
     def one_layer(self) -> Decoder:
         """The same model with the one layer that sees furthest: it takes as much memory for a step as the whole."""
@@ -39,41 +44,55 @@ class Decoder:
             range(self.config.num_layers), key=lambda index: self.config.windows[index] or self.config.max_model_len
         )
         config = replace(self.config, windows=(self.config.windows[widest],))
-        return Decoder(config, replace(self._weights, layers=(self._weights.layers[widest],)), self._ops)
+        return Decoder(config, replace(self._weights, layers=(self._weights.layers[widest],)), self.ops)
 
-    @torch.inference_mode()
+    @property
+    def listing(self) -> str:
+        """The program that a pass runs, to read; empty where there is none."""
+        return self._forward.listing
+
     def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
         """The final hidden states [T, D], normed; writes the keys and values of the batch into the cache."""
-        ops, eps, layers = self._ops, self.config.rms_norm_eps, self._weights.layers
-        cos_TE, sin_TE = ops.rope_cos_sin(batch.positions_T, self._inv_freq_E, self._rope_scale, self.dtype)
-        attention = StepAttention(ops, batch, cache, self.config.windows, self.config.head_dim**-0.5)
-        residual_TD = ops.embedding(batch.input_ids_T, self._weights.embedding_VD)
+        rows = batch.rows(cache.block_size)
+        return self._forward(StepTensors(batch.input_ids_T, batch.positions_T, batch.slots_T, rows, cache.tensor))
+
+    def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        """float32 logits [S, V] of final hidden states."""
+        return self._logits(hidden_SD).float()
+
+
+class _Mathematics:
+    """The pass itself: symbols or tensors in, symbols or tensors out."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops[Any]) -> None:
+        self._config = config
+        self._weights = weights
+        self._ops = ops
+        inv_freq_E, self._rope_scale = frequencies(config.rope, config.head_dim)
+        self._inv_freq_E = inv_freq_E.to(weights.device)
+
+    def hidden(self, step: Step[Any]) -> Any:
+        """x_TD of the step's tokens."""
+        ops, config, layers = self._ops, self._config, self._weights.layers
+        eps = config.rms_norm_eps
+        cos_TE, sin_TE = ops.rope_cos_sin(step.positions_T, self._inv_freq_E, self._rope_scale, self._weights.dtype)
+        residual_TD = ops.embedding(step.ids_T, self._weights.embedding)
         x_TD = ops.rms_norm(residual_TD, layers[0].attention_norm_D, eps)
         next_norms = [layer.attention_norm_D for layer in layers[1:]] + [self._weights.final_norm_D]
         for index, (layer, next_norm_D) in enumerate(zip(layers, next_norms, strict=True)):
             q_THA, k_TKA, v_TKA = self._queries_keys_values(layer, x_TD, cos_TE, sin_TE)
-            x_TD = layer.output(attention(index, q_THA, k_TKA, v_TKA).flatten(1))
-            x_TD, residual_TD = ops.add_rms_norm(x_TD, residual_TD, layer.mlp_norm_D, eps)
+            x_TD = step.attend(Attention(index, config.windows[index], config.head_dim**-0.5), q_THA, k_TKA, v_TKA)
+            x_TD, residual_TD = ops.add_rms_norm(layer.output(x_TD), residual_TD, layer.mlp_norm_D, eps)
             x_TD = layer.down(ops.silu_mul(layer.gate_up(x_TD)))
             x_TD, residual_TD = ops.add_rms_norm(x_TD, residual_TD, next_norm_D, eps)
         return x_TD
 
-    @torch.inference_mode()
-    def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """float32 logits [S, V] of final hidden states."""
-        return self._weights.head(hidden_SD).float()
-
-    def _queries_keys_values(
-        self, layer: Layer, x_TD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _queries_keys_values(self, layer: Layer, x_TD: Any, cos_TE: Any, sin_TE: Any) -> tuple[Any, Any, Any]:
         """Projected, normed where the model does so, and turned by position."""
-        config, ops = self.config, self._ops
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv_TNA = torch.unflatten(layer.qkv(x_TD), 1, (heads + 2 * kv_heads, config.head_dim))
-        qk_TNA, v_TKA = torch.split(qkv_TNA, [heads + kv_heads, kv_heads], dim=1)
+        config, ops = self._config, self._ops
+        heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
+        qk_TNA, v_TKA = ops.split_heads(layer.qkv(x_TD), (heads + kv_heads, kv_heads), size)
         if layer.q_norm_A is not None and layer.k_norm_A is not None:
-            q_THA = ops.rms_norm(qk_TNA[:, :heads], layer.q_norm_A, config.rms_norm_eps)
-            k_TKA = ops.rms_norm(qk_TNA[:, heads:], layer.k_norm_A, config.rms_norm_eps)
-            qk_TNA = torch.cat((q_THA, k_TKA), dim=1)
-        turned_TNA = ops.rope(qk_TNA, cos_TE, sin_TE)
-        return turned_TNA[:, :heads], turned_TNA[:, heads:], v_TKA
+            qk_TNA = ops.qk_norm(qk_TNA, layer.q_norm_A, layer.k_norm_A, heads, config.rms_norm_eps)
+        q_THA, k_TKA = ops.split_heads(ops.rope(qk_TNA, cos_TE, sin_TE), (heads, kv_heads), size)
+        return q_THA, k_TKA, v_TKA

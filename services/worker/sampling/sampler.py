@@ -8,12 +8,14 @@ A position that is greedy and has no mask and no feature costs its share of one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from kernels.largest import reference
 from services.worker.sampling.bias import LogitBias
 from services.worker.sampling.counter import key, signed
 from services.worker.sampling.draw import Cut, Drawing
@@ -39,9 +41,15 @@ class Sampled:
 class Sampler:
     """The parameters of each row, and the features that edit its logits."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        largest: Callable[[torch.Tensor], tuple[list[int], list[float]]] = reference.largest,
+    ) -> None:
         self._vocab_size = vocab_size
         self._params: dict[int, SamplingParams] = {}
+        self._largest = largest
         self._drawing = Drawing(vocab_size, device)
         self._features: tuple[Feature[Any], ...] = (
             AllowedIds(device),
@@ -70,8 +78,8 @@ class Sampler:
 
     def sample(self, logits_NV: torch.Tensor, positions: Sequence[Position]) -> list[Sampled]:
         """One result per position."""
-        best, best_values = _argmax(logits_NV)
-        finite = torch.isfinite(best_values).tolist()
+        best, best_values = self._largest(logits_NV)
+        finite = [math.isfinite(value) for value in best_values]
         sampled = [
             Sampled(ROW_OK, token) if ok else Sampled(ROW_NOT_FINITE, None)
             for token, ok in zip(best, finite, strict=True)
@@ -94,8 +102,8 @@ class Sampler:
         forbid(logits_NV, positions)
         for feature in self._features:
             feature.apply(logits_NV, positions)
-        best, best_values = _argmax(logits_NV)
-        possible = (best_values > -torch.inf).tolist()
+        best, best_values = self._largest(logits_NV)
+        possible = [value > -math.inf for value in best_values]
         picked: list[int | None] = [token if ok else None for token, ok in zip(best, possible, strict=True)]
         cuts = {
             index: self._cut(position)
@@ -105,7 +113,8 @@ class Sampler:
         if cuts:
             drawn = list(cuts)
             few = len(drawn) < len(positions)
-            logits, values = (logits_NV[drawn], best_values[drawn]) if few else (logits_NV, best_values)
+            logits = logits_NV[drawn] if few else logits_NV
+            values = torch.tensor([best_values[index] for index in drawn], device=logits_NV.device)
             tokens_drawn = self._drawing.draw(logits, values.unsqueeze(-1), list(cuts.values()))
             for index, token in zip(drawn, tokens_drawn, strict=True):
                 picked[index] = token
@@ -129,13 +138,3 @@ class Sampler:
             found = candidates(raw_NV, [token for _, token, _ in asked], [top for _, _, top in asked])
             for index, entries in zip(indices, found, strict=True):
                 sampled[index] = replace(sampled[index], logprobs=entries)
-
-
-def _argmax(logits_NV: torch.Tensor) -> tuple[list[int], torch.Tensor]:
-    """The lowest id among the largest logits of each row, and that logit; NaN counts as the largest."""
-    if logits_NV.device.type == "cpu":  # numpy's is several times faster there
-        ids: list[int] = logits_NV.numpy().argmax(-1).tolist()
-    else:
-        ids = logits_NV.argmax(-1).tolist()
-    index_N1 = torch.tensor(ids, device=logits_NV.device).unsqueeze(-1)
-    return ids, logits_NV.gather(-1, index_N1).squeeze(-1)

@@ -56,6 +56,7 @@ def load_response(model: LoadedModel, created_s: int) -> worker_pb2.LoadResponse
             for group in model.kv_groups
         ],
         text_files=text_file_infos(model.text_files),
+        weights=[worker_pb2.WeightMemory(type=kind, bytes=size) for kind, size in model.weight_memory.items()],
     )
 
 

@@ -1,0 +1,1 @@
+"""The largest of each row: reference; native in C++."""

@@ -1,0 +1,268 @@
+"""The ops over symbols: what each adds to the program, and the runs of a program that is done."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kernels.attention import reference as attention_reference
+from kernels.kv_write import reference as kv_write_reference
+from kernels.linear.blocks import Blocks
+from kernels.native.build import Unavailable
+from kernels.native.library import CompiledProgram, Inputs, Library, PackedWeight, Pool, StepOfC, load
+from kernels.native.program import Line, Listing, Op, Recorder, Symbol
+from kernels.ops import Attention, Ops, Step, StepTensors
+
+_TURN_NS = 25
+"""One turn of a waiting thread, about."""
+
+
+@dataclass(slots=True, frozen=True)
+class NativeOptions:
+    """How the native kernels run. `isa` is one of kernels.native.build.CHOICES."""
+
+    isa: str = "auto"
+    threads: int = 1
+    spin_us: float = 100.0
+    pin: bool = False
+
+
+def native_ops(options: NativeOptions, kv_dtype: torch.dtype, head_dim: int) -> Ops[Symbol]:
+    """The table; all that is prepared with it runs on one pool of threads. Raises Unavailable."""
+    library = load(options.isa)
+    if not library.serves(head_dim):
+        raise Unavailable(f"native attention does not do heads of {head_dim}")
+    pool = Pool(library, options.threads, round(options.spin_us * 1000 / _TURN_NS))
+    if options.pin:
+        pool.pin()
+    engine = _Engine(library, pool, kv_dtype)
+    return Ops(
+        name="native",
+        level=library.level,
+        note="",
+        kv_dtype=kv_dtype,
+        kv_block=lambda block_size, heads, head_dim: (heads, block_size, head_dim),
+        prepare_linear=engine.linear,
+        prepare_embedding=engine.table,
+        compile=engine.compile,
+        compile_rows=engine.compile_rows,
+        embedding=embedding,
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        split_heads=split_heads,
+        qk_norm=qk_norm,
+        rope_cos_sin=rope_cos_sin,
+        rope=rope,
+        silu_mul=silu_mul,
+        largest=engine.largest,
+        kv_write=kv_write_reference.kv_write,
+        prepare_attention=attention_reference.Attention,
+    )
+
+
+class Linear:
+    """A packed weight as an op."""
+
+    def __init__(self, weight: PackedWeight) -> None:
+        self.weight = weight
+        self.nbytes = weight.nbytes
+
+    def __call__(self, x: Symbol) -> Symbol:
+        """The product for every row of x, which is rounded first where the weight is quantized."""
+        recorder, (outputs, inputs) = x.recorder, self.weight.shape
+        if x.width != inputs:
+            raise ValueError(f"a product of {inputs} inputs is given {x.width}")
+        if not x.whole:
+            raise ValueError("a product reads all of a value, not a part")
+        if self.weight.inputs is not Inputs.FLOATS:
+            x = recorder.rounded(x, self.weight.inputs)
+        y = recorder.new(outputs)
+        recorder.add(Line(Op.LINEAR, x=x, y=y, weight=self.weight))
+        return y
+
+
+def embedding(ids: Symbol, table: Linear) -> Symbol:
+    """Rows of the table by the step's ids."""
+    y = ids.recorder.new(table.weight.shape[1])
+    ids.recorder.add(Line(Op.EMBEDDING, y=y, weight=table.weight))
+    return y
+
+
+def rms_norm(x: Symbol, weight_D: torch.Tensor, eps: float) -> Symbol:
+    """Root mean square norm of a whole row."""
+    y = x.recorder.new(x.width)
+    x.recorder.add(Line(Op.RMS_NORM, x=x, y=y, number=eps, weight=_floats(weight_D)))
+    return y
+
+
+def add_rms_norm(x: Symbol, residual: Symbol, weight_D: torch.Tensor, eps: float) -> tuple[Symbol, Symbol]:
+    """The norm of the sum, and the sum, which takes the residual's place."""
+    y = x.recorder.new(x.width)
+    x.recorder.add(Line(Op.ADD_RMS_NORM, x=x, y=y, z=residual, number=eps, weight=_floats(weight_D)))
+    return y, x.recorder.changed(residual)
+
+
+def split_heads(x: Symbol, counts: Sequence[int], head_dim: int) -> tuple[Symbol, ...]:
+    """Views of so many heads each."""
+    parts: list[Symbol] = []
+    at = x.at
+    for count in counts:
+        parts.append(Symbol(x.value, at, count * head_dim, count, x.made))
+        at += count * head_dim
+    return tuple(parts)
+
+
+def qk_norm(qk: Symbol, q_norm_A: torch.Tensor, k_norm_A: torch.Tensor, heads: int, eps: float) -> Symbol:
+    """Every head normed in its place."""
+    parts = split_heads(qk, (heads, qk.heads - heads), qk.width // qk.heads)
+    for part, weight_A in zip(parts, (q_norm_A, k_norm_A), strict=True):
+        line = Line(Op.RMS_NORM, x=part, y=part, heads=part.heads, number=eps, weight=_floats(weight_A))
+        qk.recorder.add(line)
+    return qk.recorder.changed(qk)
+
+
+def rope_cos_sin(
+    positions: Symbol, inv_freq_E: torch.Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Symbol, Symbol]:
+    """cos and sin of the step's positions, in float32 whatever the dtype."""
+    del dtype
+    half = len(inv_freq_E)
+    angles = positions.recorder.new(2 * half)
+    positions.recorder.add(Line(Op.ROPE_ANGLES, y=angles, number=scale, weight=_floats(inv_freq_E)))
+    cos, sin = split_heads(angles, (1, 1), half)
+    return cos, sin
+
+
+def rope(x: Symbol, cos: Symbol, sin: Symbol) -> Symbol:
+    """Every head turned in its place; cos and sin lie one behind the other."""
+    angles = Symbol(cos.value, cos.at, cos.width + sin.width, made=cos.made)
+    x.recorder.add(Line(Op.ROPE, x=x, y=x, z=angles, heads=x.heads))
+    return x.recorder.changed(x)
+
+
+def attend(how: Attention, q: Symbol, k: Symbol, v: Symbol) -> Symbol:
+    """Writes the step's keys and values, then attends."""
+    q.recorder.add(Line(Op.KV_WRITE, x=k, z=v, layer=how.layer, heads=k.heads))
+    y = q.recorder.new(q.width)
+    line = Line(Op.ATTENTION, x=q, y=y, layer=how.layer, heads=q.heads, window=how.window or 0, number=how.scale)
+    q.recorder.add(line)
+    return y
+
+
+def silu_mul(gate_up: Symbol) -> Symbol:
+    """silu(gate) * up."""
+    y = gate_up.recorder.new(gate_up.width // 2)
+    gate_up.recorder.add(Line(Op.SILU_MUL, x=gate_up, y=y))
+    return y
+
+
+def _floats(weight: torch.Tensor) -> torch.Tensor:
+    return weight.float().contiguous()
+
+
+@dataclass(slots=True, frozen=True)
+class _Engine:
+    """What prepared weights and programs share."""
+
+    library: Library
+    pool: Pool
+    kv_dtype: torch.dtype
+
+    def linear(self, weight_OI: torch.Tensor | Blocks, bias_O: torch.Tensor | None = None) -> Linear:
+        return Linear(PackedWeight(self.library, weight_OI, bias_O))
+
+    def table(self, table_VD: torch.Tensor | Blocks, head: Callable[[Symbol], Symbol] | None) -> Linear:
+        """A head of the same weight is the table: it is packed once."""
+        return head if isinstance(head, Linear) else self.linear(table_VD)
+
+    def largest(self, x_NV: torch.Tensor) -> tuple[list[int], list[float]]:
+        rows, width = x_NV.shape
+        if x_NV.stride(1) != 1:
+            x_NV = x_NV.contiguous()
+        ids = (ctypes.c_int32 * rows)()
+        shape = (rows, width, x_NV.stride(0))
+        self.library.calls.triptych_largest(self.pool.address, x_NV.data_ptr(), *shape, ctypes.addressof(ids))
+        places = list(ids)
+        at, stride = x_NV.data_ptr(), x_NV.stride(0)
+        values = [ctypes.c_float.from_address(at + 4 * (row * stride + id)).value for row, id in enumerate(places)]
+        return places, values
+
+    def compile(self, mathematics: Callable[[Step[Symbol]], Symbol]) -> Program:
+        recorder = Recorder()
+        start = recorder.start()
+        y = mathematics(Step(start, start, attend))
+        recorder.finish(y)
+        return Program(self, recorder, y.width)
+
+    def compile_rows(self, mathematics: Callable[[Symbol], Symbol], width: int) -> RowsProgram:
+        recorder = Recorder()
+        x = recorder.new(width)
+        recorder.add(Line(Op.TAKE, y=x))
+        y = mathematics(x)
+        recorder.finish(y)
+        return RowsProgram(self, recorder, y.width)
+
+
+class _Run:
+    """A program, ready. Holds what its instructions point to."""
+
+    def __init__(self, engine: _Engine, recorder: Recorder, width: int) -> None:
+        recorded = Listing.of(recorder)
+        self.listing = recorded.text()
+        self.compiled: CompiledProgram = recorded.compile(engine.library, engine.kv_dtype)
+        self._weights = [line.weight for line in recorder.lines]
+        recorder.lines.clear()  # symbols and their recorder hold each other: weights must not hang on them
+        self._pool = engine.pool
+        self._width = width
+
+    def run(self, step: StepOfC) -> torch.Tensor:
+        """float32 [tokens of the step, width]."""
+        out = torch.empty(step.tokens, self._width)
+        step.output = out.data_ptr()
+        if step.tokens:
+            self.compiled.run(self._pool, step)
+        return out
+
+
+class Program(_Run):
+    """A forward pass as one call. See kernels.ops.Pass."""
+
+    def __init__(self, engine: _Engine, recorder: Recorder, width: int) -> None:
+        writes = [line.heads for line in recorder.lines if line.op is Op.KV_WRITE]
+        self._kv_heads = writes[0] if writes else 0
+        super().__init__(engine, recorder, width)
+
+    def __call__(self, given: StepTensors) -> torch.Tensor:
+        """What the mathematics gives for the tokens of a step."""
+        rows, cache = given.rows, given.cache
+        starts = (ctypes.c_int32 * len(rows.row_starts))(*rows.row_starts)
+        contexts = (ctypes.c_int32 * rows.count)(*rows.context_lens)
+        step = StepOfC(
+            len(given.ids_T),
+            rows.count,
+            rows.block_table_RB.shape[1],
+            given.ids_T.data_ptr(),
+            given.positions_T.data_ptr(),
+            given.slots_T.data_ptr(),
+            ctypes.addressof(starts),
+            ctypes.addressof(contexts),
+            rows.block_table_RB.data_ptr(),
+            cache.data_ptr(),
+            cache.stride(0),
+            rows.block_size,
+            self._kv_heads,
+            cache.shape[-1],
+        )
+        return self.run(step)
+
+
+class RowsProgram(_Run):
+    """A function of rows as one call: the head."""
+
+    def __call__(self, x_XI: torch.Tensor) -> torch.Tensor:
+        """What the mathematics gives for every row."""
+        x_XI = x_XI.contiguous()
+        return self.run(StepOfC(tokens=len(x_XI), input=x_XI.data_ptr()))

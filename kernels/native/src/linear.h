@@ -1,0 +1,93 @@
+// Products with a packed weight, cut into items that threads take.
+//
+// Sums run along K in one order whatever the number of rows: a row's result is the same to the last
+// bit in every batch.
+#pragma once
+#include "tiles_float.h"
+#include "tiles_integer.h"
+
+// y[r, 0 .. C * W) of M rows from `row` on.
+template <Kind kind, int M, int C>
+INLINE void tile(const Weight& weight, size_t size, const uint8_t* data, const void* x, int64_t row, const float* bias, float* y, size_t stride) {
+    const int K = weight.K;
+#if VECTORS
+    if constexpr (inputs_of(kind) == BYTES) {
+        const Quantized& in = *(const Quantized*)x;
+        bytes_tile<kind, M, C>(data, size, (const int8_t*)in.q + row * K, in.scale + row * (K / GROUP) * 2, K, bias, y, stride);
+    } else if constexpr (inputs_of(kind) == WORDS) {
+        const Quantized& in = *(const Quantized*)x;
+        words_tile<M, C>(data, size, (const int16_t*)in.q + row * K, in.scale + row, K, bias, y, stride);
+    } else {
+        float_tile<kind, M, C>(data, size, (const float*)x + row * K, K, bias, y, stride);
+    }
+#else
+    static_assert(C == 1, "the portable build has no registers for more");
+    if constexpr (kind >= Q8) number_tile<kind, M>(data, (const float*)x + row * K, K, bias, y, stride);
+    else float_tile<kind, M, C>(data, size, (const float*)x + row * K, K, bias, y, stride);
+#endif
+}
+
+// C column blocks from `block` on, rows [row, end): M at a time, then fewer. y begins at the block's first column
+// of row 0.
+template <Kind kind, int M, int C>
+static void tiles(const Weight& weight, const void* x, int64_t row, int64_t end, int64_t block, float* y, size_t stride) {
+    const size_t size = block_bytes(kind, weight.K);
+    const uint8_t* data = weight.data + block * size;
+    const float* bias = weight.bias ? weight.bias + block * W : nullptr;
+    for (; row + M <= end; row += M) tile<kind, M, C>(weight, size, data, x, row, bias, y + row * stride, stride);
+    if constexpr (M > 1)
+        if (row < end) tiles<kind, M == 6 ? 4 : M / 2, C>(weight, x, row, end, block, y, stride);
+}
+
+constexpr int COLUMN_BLOCKS = 4;  // of one item
+constexpr int ROWS = 256;         // of one item, at most: what a weight's blocks are read for
+
+// The last block of a weight whose outputs do not fill it: nothing is written beyond them.
+template <Kind kind, int M>
+static void partial_block(const Weight& weight, const void* x, int64_t row, int64_t end, float* y, size_t stride) {
+    const int64_t block = weight.blocks() - 1, columns = weight.N - block * W;
+    alignas(64) float whole[M * W];
+    for (; row < end; row += M) {
+        const int64_t rows = std::min<int64_t>(M, end - row);
+        tiles<kind, M, 1>(weight, x, row, row + rows, block, whole - row * W, W);
+        for (int64_t r = 0; r < rows; r++)
+            std::memcpy(y + (row + r) * stride + block * W, whole + r * W, sizeof(float) * columns);
+    }
+}
+
+template <Kind kind>
+static void linear_item(const Weight& weight, const void* x, int64_t row, int64_t end, int64_t block, float* y, size_t stride) {
+#if VECTORS
+    constexpr int M = inputs_of(kind) == FLOATS ? 4 : 6, C = 2;
+#else
+    constexpr int M = 4, C = 1;
+#endif
+    int64_t last = std::min<int64_t>(weight.blocks(), block + COLUMN_BLOCKS);
+    if (last * W > weight.N) {
+        last--;
+        partial_block<kind, M>(weight, x, row, end, y, stride);
+    }
+#if VECTORS
+    if (end - row == 1 && last - block == 4) return tiles<kind, 1, 4>(weight, x, row, end, block, y + block * W, stride);
+#endif
+    for (; block + C <= last; block += C) tiles<kind, M, C>(weight, x, row, end, block, y + block * W, stride);
+    if constexpr (C > 1)
+        for (; block < last; block++) tiles<kind, M, 1>(weight, x, row, end, block, y + block * W, stride);
+}
+
+INLINE int64_t linear_items(const Weight& weight, int64_t T) {
+    return (weight.blocks() + COLUMN_BLOCKS - 1) / COLUMN_BLOCKS * ((T + ROWS - 1) / ROWS);
+}
+
+static void linear(const Weight& weight, const void* x, int64_t T, int64_t item, float* y, size_t stride) {
+    const int64_t across = (weight.blocks() + COLUMN_BLOCKS - 1) / COLUMN_BLOCKS;
+    const int64_t row = item / across * ROWS, block = item % across * COLUMN_BLOCKS;
+    const int64_t end = std::min<int64_t>(T, row + ROWS);
+    switch (weight.kind) {
+        case F32: return linear_item<F32>(weight, x, row, end, block, y, stride);
+        case F16: return linear_item<F16>(weight, x, row, end, block, y, stride);
+        case BF16: return linear_item<BF16>(weight, x, row, end, block, y, stride);
+        case Q8: return linear_item<Q8>(weight, x, row, end, block, y, stride);
+        case Q4: return linear_item<Q4>(weight, x, row, end, block, y, stride);
+    }
+}

@@ -1,0 +1,58 @@
+// The interface to C. Structures stand in formats.h (Weight) and program.h (Instruction, Buffer, Step).
+#include "program.h"
+
+#include <functional>
+
+// run(row) for all rows, by the pool where there is one.
+static void each_row(Pool* pool, int64_t rows, const std::function<void(int64_t, Selection&)>& run) {
+    if (rows <= 0) return;
+    std::vector<Selection> memory(pool ? pool->threads() : 1);
+    if (pool) pool->run({uint32_t(rows)}, [&](uint32_t, uint32_t row, int thread) { run(row, memory[thread]); });
+    else for (int64_t row = 0; row < rows; row++) run(row, memory[0]);
+}
+
+extern "C" {
+int triptych_width() { return W; }
+int triptych_inputs(int kind) { return inputs_of(Kind(kind)); }
+// Whether attention serves heads of this size.
+int triptych_serves(int head_size) { return Program::serves(head_size); }
+
+Pool* triptych_pool(int threads, int spins) { return new Pool(threads, spins); }
+void triptych_pool_free(Pool* pool) { delete pool; }
+
+void* triptych_pages(int64_t bytes) { return pages(size_t(bytes)); }
+void triptych_pages_free(void* at) { std::free(at); }
+
+int64_t triptych_packed_bytes(int kind, int64_t N, int64_t K) { return (N + W - 1) / W * int64_t(block_bytes(Kind(kind), K)); }
+void triptych_pack_plain(int kind, const void* from, int64_t N, int64_t K, void* to) {
+    if (kind == F32) pack_plain((const uint32_t*)from, N, K, (uint32_t*)to);
+    else pack_plain((const uint16_t*)from, N, K, (uint16_t*)to);
+}
+void triptych_pack_groups(int kind, const uint8_t* u, const uint16_t* d, const uint16_t* m, int64_t N, int64_t K, uint8_t* to) {
+    pack_groups(Kind(kind), u, d, m, N, K, to);
+}
+void triptych_unpack_row(const Weight* weight, int64_t n, float* y) { unpack_row(*weight, n, y); }
+
+// `cache_kind`: CacheKind. The list and the buffers are copied; weights must outlive the program.
+Program* triptych_program(const Instruction* list, int count, const Buffer* buffers, int num_buffers, int cache_kind) {
+    return new Program(list, count, buffers, num_buffers, cache_kind);
+}
+void triptych_program_free(Program* program) { delete program; }
+// 0; -1: no memory for so many tokens; -2: a head size or a length of the list that is not served.
+int triptych_run(Program* program, Pool* pool, const Step* step) { return program->run(*pool, *step); }
+// Times of instructions are summed from now on (1), or not taken (0).
+void triptych_profile(Program* program, int on) { program->profile(on != 0); }
+// Seconds of each instruction since then.
+void triptych_times(const Program* program, double* seconds) { program->spent(seconds); }
+
+// The largest of each row of logits [rows, V], a row `stride` floats behind the other: its number. A NaN is the largest.
+void triptych_largest(Pool* pool, const float* logits, int64_t rows, int64_t V, int64_t stride, int32_t* ids) {
+    each_row(pool, rows, [=](int64_t row, Selection&) { ids[row] = largest_of_row(logits + row * stride, int(V)); });
+}
+// The k largest of each row in falling order, of equals the first: [rows, k], k at most V.
+void triptych_top(Pool* pool, const float* logits, int64_t rows, int64_t V, int64_t stride, int64_t k, int32_t* ids, float* values) {
+    each_row(pool, rows, [=](int64_t row, Selection& memory) {
+        memory.top(logits + row * stride, int(V), int(k), ids + row * k, values + row * k);
+    });
+}
+}

@@ -1,0 +1,269 @@
+// A forward pass as a list of instructions, run by a pool of threads.
+//
+// An instruction reads and writes buffers: a number of floats per token of the step. Threads take its
+// items (tokens, column blocks, queries) as they come; the next begins when all are done. Instructions that work
+// token by token and follow each other are one phase: a token goes through all of them on one thread.
+#pragma once
+#include <sys/mman.h>
+
+#include "attention.h"
+#include "linear.h"
+#include "pool.h"
+#include "select.h"
+
+enum Op : int32_t {
+    EMBEDDING, RMS_NORM, ADD_RMS_NORM, QUANTIZE, LINEAR, ROPE_ANGLES, ROPE, KV_WRITE, ATTENTION, SILU_MUL, TAKE, LARGEST
+};
+
+struct View {  // columns [at, at + width) of a buffer; buffer -1 is the step's output, and has the view's width
+    int32_t buffer, at, width;
+};
+
+struct Instruction {
+    int32_t op;
+    View x, y, z;        // what is read, what is written, and what the op says
+    int32_t quantized;   // number of the quantized buffer that y goes to as well, or -1
+    int32_t layer, heads, window;
+    float number;        // epsilon, or scale
+    const void* weight;  // const Weight*, or floats
+};
+
+struct Buffer {
+    int32_t width;      // floats per token
+    int32_t inputs;     // Inputs: floats, or quantized to bytes or words
+};
+
+enum CacheKind : int32_t { HALVES = 0, WHOLE = 1 };  // floats of 2 or 4 bytes
+
+struct Step {
+    int32_t tokens, rows, table_width;
+    const int64_t* ids;        // [tokens]
+    const int64_t* positions;  // [tokens]
+    const int64_t* slots;      // [tokens]; -1: KV is not written
+    const int32_t* row_starts; // [rows + 1]
+    const int32_t* contexts;   // [rows]
+    const int32_t* blocks;     // [rows, table_width]
+    void* cache;               // [layers, 2, blocks, ...]
+    int64_t cache_layer;       // numbers from a layer to the next; values lie half of that behind keys
+    int32_t block_size, kv_heads, head_size;
+    const float* input;        // [tokens, width] of buffer 0, where a program begins with floats
+    float* output;             // [tokens, width of the last value]
+};
+
+static void* pages(size_t bytes) {
+    constexpr size_t huge = size_t(2) << 20;
+    bytes = (bytes + huge - 1) / huge * huge;
+    void* at = nullptr;
+    if (posix_memalign(&at, huge, bytes)) return nullptr;
+#if defined(MADV_HUGEPAGE)
+    madvise(at, bytes, MADV_HUGEPAGE);  // half the time of a small step is spent on weights: fewer pages, faster
+#endif
+    return at;
+}
+
+class Program {
+  public:
+    Program(const Instruction* list, int count, const Buffer* buffers, int num_buffers, int cache_kind)
+        : list_(list, list + count), buffers_(buffers, buffers + num_buffers), cache_kind_(cache_kind) {
+        memory_.resize(buffers_.size());
+        quantized_.resize(buffers_.size());
+        for (const Instruction& each : list_)
+            if (each.op == ATTENTION) attention_ = &each;
+        group(false);
+    }
+    Program(const Program&) = delete;
+    ~Program() {
+        for (void* each : memory_) std::free(each);
+    }
+
+    // 0, or -1 where there is no memory, -2 where a shape is not served (see `serves`).
+    int run(Pool& pool, const Step& step) {
+        if (phases_.size() > Pool::MOST_PHASES) return -2;
+        if (attention_ && !serves(step.head_size)) return -2;
+        if (step.tokens > capacity_ && !grow(step.tokens)) return -1;
+        step_ = step;
+        tokens_ = step.tokens > 16 * pool.threads() ? 4 : 1;
+        if (attention_) make_tiles();
+        counts_.clear();
+        for (const Phase& each : phases_) counts_.push_back(uint32_t(items(each)));
+        while (int(scratch_.size()) < pool.threads()) scratch_.emplace_back(new Scratch);
+        times_.resize(profiled_ ? phases_.size() : 0);
+        const auto work = [this](uint32_t phase, uint32_t item, int thread) { execute(phases_[phase], item, *scratch_[thread]); };
+        pool.run(counts_, work, profiled_ ? times_.data() : nullptr);
+        for (size_t p = 0; p < times_.size(); p++) spent_[p] += times_[p];
+        return 0;
+    }
+
+    // Times are taken from now on, or no more. Every instruction is a phase of its own then.
+    void profile(bool on) {
+        profiled_ = on;
+        group(on);
+        spent_.assign(list_.size(), 0.0);
+    }
+    // Seconds of every instruction since `profile`.
+    void spent(double* seconds) const { std::copy(spent_.begin(), spent_.end(), seconds); }
+
+    static bool serves(int head_size) { return head_size % 16 == 0 && head_size <= MOST_HEAD; }
+
+  private:
+    struct Phase {
+        int first, end;  // instructions
+    };
+
+    static bool by_token(const Instruction& i) { return i.op != LINEAR && i.op != ATTENTION; }
+
+    void group(bool alone) {
+        phases_.clear();
+        for (int at = 0; at < int(list_.size()); at++) {
+            const bool joins = !alone && at > 0 && by_token(list_[at]) && by_token(list_[at - 1]);
+            if (joins) phases_.back().end++;
+            else phases_.push_back({at, at + 1});
+        }
+    }
+
+    bool grow(int tokens) {
+        tokens = std::max(tokens, 2 * capacity_);
+        capacity_ = 0;
+        for (size_t at = 0; at < buffers_.size(); at++) {
+            const Buffer& b = buffers_[at];
+            std::free(memory_[at]);
+            const size_t bytes = b.inputs == FLOATS ? size_t(tokens) * 4 * b.width : size_t(tokens) * (2 * b.width + b.width / 4 + 8);
+            memory_[at] = pages(bytes + 256);
+            if (!memory_[at]) return false;
+            quantized_[at].q = memory_[at];
+            quantized_[at].scale = (float*)((char*)memory_[at] + size_t(tokens) * 2 * b.width);
+        }
+        capacity_ = tokens;
+        return true;
+    }
+
+    // The longest come last: threads take items from the end.
+    void make_tiles() {
+        tiles_.clear();
+        const int group = attention_->heads / step_.kv_heads, heads = tile_heads(group), most = tile_tokens(group);
+        for (int row = 0; row < step_.rows; row++) {
+            const int count = step_.row_starts[row + 1] - step_.row_starts[row];
+            for (int first = 0; first < count; first += most)
+                for (int kv_head = 0; kv_head < step_.kv_heads; kv_head++)
+                    for (int head = 0; head < group; head += heads)
+                        tiles_.push_back({row, kv_head, first, std::min(most, count - first), head, std::min(heads, group - head)});
+        }
+        auto seen = [this](const Tile& t) {
+            return step_.contexts[t.row] - (step_.row_starts[t.row + 1] - step_.row_starts[t.row]) + t.first + t.count;
+        };
+        std::stable_sort(tiles_.begin(), tiles_.end(), [&](const Tile& a, const Tile& b) { return seen(a) < seen(b); });
+    }
+
+    int64_t items(const Phase& phase) const {
+        const Instruction& i = list_[phase.first];
+        if (i.op == LINEAR) return linear_items(*(const Weight*)i.weight, step_.tokens);
+        if (i.op == ATTENTION) return int64_t(tiles_.size());
+        return (step_.tokens + tokens_ - 1) / tokens_;
+    }
+
+    int64_t stride(const View& view) const { return view.buffer < 0 ? view.width : buffers_[view.buffer].width; }
+    float* at(const View& view, int64_t token) const {
+        float* from = view.buffer < 0 ? step_.output : (float*)memory_[view.buffer];
+        return from + token * stride(view) + view.at;
+    }
+
+    void execute(const Phase& phase, uint32_t item, Scratch& scratch) {
+        const Instruction& i = list_[phase.first];
+        if (i.op == LINEAR) {
+            const void* x = buffers_[i.x.buffer].inputs != FLOATS ? (const void*)&quantized_[i.x.buffer] : at(i.x, 0);
+            return linear(*(const Weight*)i.weight, x, step_.tokens, item, at(i.y, 0), stride(i.y));
+        }
+        if (i.op == ATTENTION)
+            return cache_kind_ == WHOLE ? attend<float>(i, tiles_[item], scratch) : attend<uint16_t>(i, tiles_[item], scratch);
+        const int64_t end = std::min<int64_t>(step_.tokens, int64_t(item + 1) * tokens_);
+        for (int64_t token = int64_t(item) * tokens_; token < end; token++)
+            for (int at = phase.first; at < phase.end; at++) one_token(list_[at], token);
+    }
+
+    template <class T>
+    void attend(const Instruction& i, const Tile& tile, Scratch& scratch) {
+        const Row row = {step_.row_starts[tile.row], step_.row_starts[tile.row + 1] - step_.row_starts[tile.row],
+                         step_.contexts[tile.row], step_.blocks + int64_t(tile.row) * step_.table_width};
+        const Cache<T> layer = cache<T>(i.layer);
+        const int group = i.heads / step_.kv_heads;
+        Attention<T> attention{layer, row, tile, i.window, scratch};
+        attention.begin(at(i.x, 0), stride(i.x), group, i.number);
+        attention.run();
+        attention.finish(at(i.y, 0), stride(i.y), group);
+    }
+
+    void one_token(const Instruction& i, int64_t token) {
+        const float* weight = (const float*)i.weight;
+        const int width = i.x.width / i.heads;
+        switch (i.op) {
+            case TAKE: std::memcpy(at(i.y, token), step_.input + token * i.y.width, sizeof(float) * i.y.width); break;
+            case EMBEDDING: unpack_row(*(const Weight*)i.weight, step_.ids[token], at(i.y, token)); break;
+            case ADD_RMS_NORM:
+                add_row(at(i.z, token), at(i.x, token), i.x.width);
+                rms_norm_row(at(i.z, token), weight, i.x.width, i.number, at(i.y, token));
+                break;
+            case RMS_NORM:
+                for (int h = 0; h < i.heads; h++)
+                    rms_norm_row(at(i.x, token) + h * width, weight, width, i.number, at(i.y, token) + h * width);
+                break;
+            case SILU_MUL: silu_mul_row(at(i.x, token), i.y.width, at(i.y, token)); break;
+            case ROPE_ANGLES: rope_angles(step_.positions[token], weight, i.number, i.y.width / 2, at(i.y, token)); break;
+            case ROPE:
+                for (int h = 0; h < i.heads; h++)
+                    rope_head(at(i.x, token) + h * width, at(i.z, token), at(i.z, token) + width / 2, width / 2);
+                break;
+            case KV_WRITE:
+                if (cache_kind_ == WHOLE) write<float>(i, token);
+                else write<uint16_t>(i, token);
+                break;
+            case LARGEST: {  // of x: its number in the bits of y[0], its value in y[1]
+                const float* x = at(i.x, token);
+                const int32_t id = largest_of_row(x, i.x.width);
+                std::memcpy(at(i.y, token), &id, 4);
+                at(i.y, token)[1] = x[id];
+                break;
+            }
+        }
+        if (i.quantized >= 0) quantize(i, token);
+    }
+
+    template <class T>
+    void write(const Instruction& i, int64_t token) {
+        const int64_t slot = step_.slots[token];
+        if (slot < 0) return;
+        const Cache<T> layer = cache<T>(i.layer);
+        for (int head = 0; head < step_.kv_heads; head++)
+            write_kv(layer, slot, head, at(i.x, token) + head * step_.head_size, at(i.z, token) + head * step_.head_size);
+    }
+
+    void quantize(const Instruction& i, int64_t token) {
+        const Quantized& to = quantized_[i.quantized];
+        const int width = buffers_[i.quantized].width;
+        const float* from = at(i.op == QUANTIZE ? i.x : i.y, token);
+        if (buffers_[i.quantized].inputs == BYTES)
+            quantize_bytes(from, width, (int8_t*)to.q + token * width, to.scale + token * (width / GROUP) * 2);
+        else quantize_words(from, width, (int16_t*)to.q + token * width, to.scale + token);
+    }
+
+    template <class T>
+    Cache<T> cache(int layer) const {
+        T* keys = (T*)step_.cache + layer * step_.cache_layer;
+        return {keys, keys + step_.cache_layer / 2, step_.block_size, step_.block_size % UNIT ? 1 : UNIT,
+                step_.kv_heads, step_.head_size};
+    }
+
+    const std::vector<Instruction> list_;
+    const std::vector<Buffer> buffers_;
+    const int cache_kind_;
+    const Instruction* attention_ = nullptr;
+    bool profiled_ = false;
+    int capacity_ = 0, tokens_ = 1;  // tokens_: of one item
+    Step step_{};
+    std::vector<Phase> phases_;
+    std::vector<void*> memory_;
+    std::vector<Quantized> quantized_;
+    std::vector<Tile> tiles_;
+    std::vector<uint32_t> counts_;
+    std::vector<double> times_, spent_;
+    std::vector<std::unique_ptr<Scratch>> scratch_;
+};

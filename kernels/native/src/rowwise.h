@@ -1,0 +1,133 @@
+// What is done to each token by itself: norms, rotation, gates, quantization, rows of the embedding.
+#pragma once
+#include "formats.h"
+
+// e^x for x <= 0, to 2 units in the last place; below -87 it is 0. Cody and Waite's reduction, a polynomial
+// of degree 6 (Taylor around 0, on half a power of two to each side).
+INLINE F exp_below_zero(F x) {
+    F n = x * 1.44269504088896341f;
+    I whole = __builtin_convertvector(n - 0.5f, I);  // towards zero: to the nearest, as x is not positive
+    F k = to_float(whole);
+    F r = fma(k, 2.12194440e-4f, fma(k, -0.693359375f, x));
+    F p = fma(r, 1.3888889e-3f, splat(8.3333333e-3f));
+    p = fma(p, r, splat(4.1666667e-2f));
+    p = fma(p, r, splat(1.6666667e-1f));
+    p = fma(p, r, splat(0.5f));
+    p = fma(p, r, splat(1.0f));
+    p = fma(p, r, splat(1.0f));
+    F power = (F)((whole + 127) << 23);
+    return x < -87.0f ? F{} : p * power;  // a NaN stays one
+}
+
+INLINE I nearest(F v) {  // ties to even, for numbers below 2^22
+#if defined(__AVX512F__)
+    return (I)_mm512_maskz_cvtps_epi32(EVERY, (__m512)v);
+#elif defined(__AVX2__)
+    return (I)_mm256_cvtps_epi32((__m256)v);
+#else
+    return (I)(v + 12582912.0f) - 0x4b400000;  // the last bit of the sum is worth 1
+#endif
+}
+INLINE I magnitude(F v) { return (I)v & 0x7fffffff; }  // ordered like |v|; what is not finite is above all
+INLINE I larger(I a, I b) { return a > b ? a : b; }
+INLINE float largest_of(I magnitudes) {  // NaN where any of them is not finite
+    const int32_t bits = across(magnitudes, [](I a, I b) { return larger(a, b); });
+    float most;
+    std::memcpy(&most, &bits, 4);
+    return bits < 0x7f800000 ? most : NAN;
+}
+INLINE int32_t sum_of(I v) {
+    return across(v, [](I a, I b) { return a + b; });
+}
+
+// One row in groups of 32: bytes, and two scales each. What is not finite makes the scale so.
+static void quantize_bytes(const float* x, int K, int8_t* q, float* scale) {
+    constexpr int V = GROUP / W;
+    for (int g = 0; g < K / GROUP; g++, x += GROUP, q += GROUP, scale += 2) {
+        I largest{};
+        UNROLL
+        for (int v = 0; v < V; v++) largest = larger(magnitude(load<F>(x + v * W)), largest);
+        const float most = largest_of(largest), inverse = most > 0 ? 127.0f / most : 0.0f;
+        I n[V], totals{};
+        UNROLL
+        for (int v = 0; v < V; v++) {
+            n[v] = nearest(load<F>(x + v * W) * inverse);
+            totals += n[v];
+        }
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+        const __m256i low = _mm256_packs_epi32((__m256i)n[0], (__m256i)n[1]);
+        const __m256i high = _mm256_packs_epi32((__m256i)n[2], (__m256i)n[3]);
+        const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        store(q, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order));
+#else
+        for (int v = 0; v < V; v++) store(q + v * W, __builtin_convertvector(n[v], Narrow));
+#endif
+        scale[0] = most / 127.0f;
+        scale[1] = scale[0] * float(sum_of(totals));
+    }
+}
+
+// One row: 16 bits each, one scale.
+static void quantize_words(const float* x, int K, int16_t* q, float* scale) {
+    I largest{};
+    for (int i = 0; i < K; i += W) largest = larger(magnitude(load<F>(x + i)), largest);
+    const float most = largest_of(largest), inverse = most > 0 ? 32767.0f / most : 0.0f;
+    for (int i = 0; i < K; i += W) store(q + i, __builtin_convertvector(nearest(load<F>(x + i) * inverse), Half));
+    *scale = most / 32767.0f;
+}
+
+// x scaled to a mean square of 1, times the weight.
+static void rms_norm_row(const float* x, const float* weight, int D, float eps, float* y) {
+    F squares{};
+    int i = 0;
+    for (; i + W <= D; i += W) {
+        F v = load<F>(x + i);
+        squares = fma(v, v, squares);
+    }
+    float total = sum(squares);
+    for (; i < D; i++) total += x[i] * x[i];
+    const float factor = 1.0f / std::sqrt(total / float(D) + eps);
+    for (i = 0; i + W <= D; i += W) store(y + i, load<F>(x + i) * factor * load<F>(weight + i));
+    for (; i < D; i++) y[i] = x[i] * factor * weight[i];
+}
+
+static void add_row(float* to, const float* x, int D) {
+    for (int i = 0; i < D; i++) to[i] += x[i];
+}
+
+// cos and sin of the position's angles, times scale: E values each. The angle is a product of floats, its cosine
+// that of a double: as the reference says.
+static void rope_angles(int64_t position, const float* inverse_frequency, float scale, int E, float* to) {
+    for (int e = 0; e < E; e++) {
+        const double angle = double(float(position) * inverse_frequency[e]);
+        to[e] = float(std::cos(angle) * double(scale));
+        to[e + E] = float(std::sin(angle) * double(scale));
+    }
+}
+
+// Pairs half a head apart are turned by the position's angles; cos and sin hold A / 2 values each.
+static void rope_head(float* x, const float* cos, const float* sin, int half) {
+    int i = 0;
+    for (; i + W <= half; i += W) {
+        const F a = load<F>(x + i), b = load<F>(x + i + half), c = load<F>(cos + i), s = load<F>(sin + i);
+        store(x + i, a * c - b * s);
+        store(x + i + half, b * c + a * s);
+    }
+    for (; i < half; i++) {
+        const float a = x[i], b = x[i + half];
+        x[i] = a * cos[i] - b * sin[i];
+        x[i + half] = b * cos[i] + a * sin[i];
+    }
+}
+
+// silu(gate) * up of [2, F].
+static void silu_mul_row(const float* x, int width, float* y) {
+    int i = 0;
+    for (; i + W <= width; i += W) {
+        F gate = load<F>(x + i), up = load<F>(x + width + i);
+        F e = exp_below_zero(gate < 0 ? gate : -gate);  // of the negative side: no overflow
+        F sigmoid = (gate < 0 ? e : F{} + 1.0f) / (e + 1.0f);
+        store(y + i, gate * sigmoid * up);
+    }
+    for (; i < width; i++) y[i] = x[i] / (1.0f + std::exp(-x[i])) * x[width + i];
+}

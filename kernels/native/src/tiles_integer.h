@@ -1,0 +1,185 @@
+// Products of quantized numbers: M rows x C column blocks at a time, a group of 32 inputs after the other.
+// y and bias begin at the tile's first column.
+#pragma once
+#include "formats.h"
+
+#if VECTORS
+
+#if defined(__AVX512BW__)
+typedef __m512i Integers;
+INLINE Integers splat_four(int32_t x) { return _mm512_set1_epi32(x); }
+INLINE Integers low_nibbles(Integers b) { return _mm512_and_si512(b, _mm512_set1_epi8(15)); }
+INLINE Integers high_nibbles(Integers b) { return low_nibbles(_mm512_srli_epi16(b, 4)); }
+INLINE Integers multiply_bytes(Integers u, Integers q) { return _mm512_maddubs_epi16(u, q); }
+INLINE Integers multiply_words(Integers a, Integers b) { return _mm512_madd_epi16(a, b); }
+INLINE Integers ones16() { return _mm512_set1_epi16(1); }
+INLINE Integers signed_words(const uint8_t* u) {
+    return _mm512_sub_epi16(_mm512_cvtepu8_epi16(load<__m256i>(u)), _mm512_set1_epi16(128));
+}
+#else
+typedef __m256i Integers;
+INLINE Integers splat_four(int32_t x) { return _mm256_set1_epi32(x); }
+INLINE Integers low_nibbles(Integers b) { return _mm256_and_si256(b, _mm256_set1_epi8(15)); }
+INLINE Integers high_nibbles(Integers b) { return low_nibbles(_mm256_srli_epi16(b, 4)); }
+INLINE Integers multiply_bytes(Integers u, Integers q) { return _mm256_maddubs_epi16(u, q); }
+INLINE Integers multiply_words(Integers a, Integers b) { return _mm256_madd_epi16(a, b); }
+INLINE Integers ones16() { return _mm256_set1_epi16(1); }
+INLINE Integers signed_words(const uint8_t* u) {
+    return _mm256_sub_epi16(_mm256_cvtepu8_epi16(load<__m128i>(u)), _mm256_set1_epi16(128));
+}
+#endif
+
+// sum += value, as one instruction: the compiler would make a tree of a chain of sums, and spill its leaves.
+#if defined(__AVX512F__)
+#define ADD_TO(sum, value, bits) asm("vpadd" bits " %1, %0, %0" : "+v"(sum) : "v"(value))
+#else
+#define ADD_TO(sum, value, bits) asm("vpadd" bits " %1, %0, %0" : "+x"(sum) : "x"(value))
+#endif
+INLINE void add16(Integers& sum, Integers value) { ADD_TO(sum, value, "w"); }
+INLINE void add32(Integers& sum, Integers value) { ADD_TO(sum, value, "d"); }
+
+INLINE Integers four(const void* from) {  // 4 bytes or 2 words of a row, before every output
+    int32_t x;
+    std::memcpy(&x, from, 4);
+    return splat_four(x);
+}
+
+// sum += u * q, 4 inputs. Without VNNI pairs are summed in 16 bits: at most 16 x 2 x 15 x 127 in a group of nibbles.
+template <bool first>
+INLINE void add_bytes(Integers& sum, Integers u, Integers q) {
+#if defined(__AVX512VNNI__)
+    sum = _mm512_dpbusd_epi32(first ? _mm512_setzero_si512() : sum, u, q);
+#else
+    const Integers product = multiply_bytes(u, q);
+    if (first) sum = product;
+    else add16(sum, product);
+#endif
+}
+
+INLINE I group_total(Integers sum) {
+#if defined(__AVX512VNNI__)
+    return (I)sum;
+#else
+    return (I)multiply_words(sum, ones16());
+#endif
+}
+
+template <bool first, int M, int C>
+INLINE void bytes_step(Integers (&sums)[C][M], const Integers (&u)[C], const int8_t* q, size_t K) {
+    UNROLL
+    for (int r = 0; r < M; r++) {
+        const Integers x = four(q + r * K);
+        UNROLL
+        for (int c = 0; c < C; c++) add_bytes<first>(sums[c][r], u[c], x);
+    }
+}
+
+// The integer sums of one group.
+template <Kind kind, int M, int C>
+INLINE void bytes_group(Integers (&sums)[C][M], const uint8_t* group, size_t block, const int8_t* q, size_t K) {
+    constexpr int steps = kind == Q4 ? 4 : 8;
+    UNROLL
+    for (int step = 0; step < steps; step++) {
+        Integers u[C], high[C];
+        UNROLL
+        for (int c = 0; c < C; c++) {
+            u[c] = load<Integers>(group + c * block + 4 * W * step);
+            if (kind == Q4) {
+                high[c] = high_nibbles(u[c]);
+                u[c] = low_nibbles(u[c]);
+            }
+        }
+        if (step == 0) bytes_step<true>(sums, u, q, K);
+        else bytes_step<false>(sums, u, q + 4 * step, K);
+        if (kind == Q4) bytes_step<false>(sums, high, q + 4 * step + 16, K);
+    }
+}
+
+template <Kind kind, int M, int C>
+INLINE void bytes_tile(
+    const uint8_t* weight, size_t block, const int8_t* q, const float* scale, int K, const float* bias, float* y,
+    size_t stride
+) {
+    const int groups = K / GROUP;
+    F acc[C][M];
+    UNROLL
+    for (int c = 0; c < C; c++)
+        UNROLL
+        for (int r = 0; r < M; r++) acc[c][r] = bias ? load<F>(bias + c * W) : F{};
+    for (int g = 0; g < groups; g++, weight += group_bytes(kind), q += GROUP, scale += 2) {
+        Integers sums[C][M];
+        bytes_group<kind>(sums, weight, block, q, K);
+        UNROLL
+        for (int c = 0; c < C; c++) {
+            const uint16_t* scales = (const uint16_t*)(weight + c * block + scales_at(kind));
+            const F d = from_half(scales);
+            const F m = kind == Q4 ? from_half(scales + (kind == Q4 ? W : 0)) : d * -128.0f;
+            UNROLL
+            for (int r = 0; r < M; r++) {
+                const float* s = scale + r * groups * 2;
+                acc[c][r] = fma(to_float(group_total(sums[c][r])), d * s[0], fma(m, s[1], acc[c][r]));
+            }
+        }
+    }
+    UNROLL
+    for (int c = 0; c < C; c++)
+        UNROLL
+        for (int r = 0; r < M; r++) store(y + r * stride + c * W, acc[c][r]);
+}
+
+// Two inputs a step; a pair of products is summed in 32 bits, and cannot overflow in a group.
+template <int M, int C>
+INLINE void words_step(Integers (&sums)[C][M], const uint8_t* group, size_t block, const int16_t* q, size_t K) {
+    Integers w[C];
+    UNROLL
+    for (int c = 0; c < C; c++) w[c] = signed_words(group + c * block);
+    UNROLL
+    for (int r = 0; r < M; r++) {
+        const Integers x = four(q + r * K);
+        UNROLL
+        for (int c = 0; c < C; c++) add32(sums[c][r], multiply_words(w[c], x));
+    }
+}
+
+template <int M, int C>
+INLINE void words_group(Integers (&sums)[C][M], const uint8_t* group, size_t block, const int16_t* q, size_t K) {
+    UNROLL
+    for (int c = 0; c < C; c++)
+        UNROLL
+        for (int r = 0; r < M; r++) sums[c][r] = Integers{};
+    if constexpr (M * C < 12) {  // measured on Zen 3: small tiles are twice as fast without the loop, large ones slower
+        UNROLL
+        for (int step = 0; step < GROUP / 2; step++) words_step(sums, group + 2 * W * step, block, q + 2 * step, K);
+    } else {
+#pragma GCC unroll 2
+        for (int step = 0; step < GROUP / 2; step++) words_step(sums, group + 2 * W * step, block, q + 2 * step, K);
+    }
+}
+
+template <int M, int C>
+INLINE void words_tile(
+    const uint8_t* weight, size_t block, const int16_t* q, const float* scale, int K, const float* bias, float* y,
+    size_t stride
+) {
+    F acc[C][M];
+    UNROLL
+    for (int c = 0; c < C; c++)
+        UNROLL
+        for (int r = 0; r < M; r++) acc[c][r] = F{};
+    for (int g = 0; g < K / GROUP; g++, weight += group_bytes(Q8), q += GROUP) {
+        Integers sums[C][M];
+        words_group(sums, weight, block, q, K);
+        UNROLL
+        for (int c = 0; c < C; c++) {
+            const F d = from_half((const uint16_t*)(weight + c * block + scales_at(Q8)));
+            UNROLL
+            for (int r = 0; r < M; r++) acc[c][r] = fma(to_float((I)sums[c][r]), d, acc[c][r]);
+        }
+    }
+    UNROLL
+    for (int c = 0; c < C; c++)
+        UNROLL
+        for (int r = 0; r < M; r++)
+            store(y + r * stride + c * W, fma(acc[c][r], scale[r], bias ? load<F>(bias + c * W) : F{}));
+}
+#endif

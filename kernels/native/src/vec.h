@@ -1,0 +1,159 @@
+// Vectors of this build's width, and the few operations that compilers do not find by themselves.
+//
+// Float arithmetic is written once with the compiler's vector types. A build for an instruction set
+// (ISA) chooses the width: 16 lanes with AVX-512, else 8.
+#pragma once
+#include <cstdint>
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <cstdlib>
+#include <type_traits>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
+
+// Loops over the registers of a tile must be unrolled, or the registers become memory. The portable build
+// leaves the choice to the compiler: it has no registers of this width anyway, and unrolling takes it minutes.
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define VECTORS 1
+#define UNROLL _Pragma("GCC unroll 16")
+#else
+#define VECTORS 0
+#define UNROLL
+#pragma GCC diagnostic ignored "-Wpsabi"  // of vectors as arguments: every function that takes one is inline
+#endif
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+constexpr int W = 16;
+constexpr __mmask16 EVERY = 0xffff;  // all lanes: GCC 12 warns of its own header where a conversion has no mask
+#else
+constexpr int W = 8;
+#endif
+
+typedef float F __attribute__((vector_size(4 * W)));
+typedef int32_t I __attribute__((vector_size(4 * W)));
+typedef uint16_t H __attribute__((vector_size(2 * W)));
+typedef int16_t Half __attribute__((vector_size(2 * W)));
+typedef int8_t Narrow __attribute__((vector_size(W)));
+
+template <class V, class T>
+INLINE V load(const T* from) {
+    V v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+template <class V, class T>
+INLINE void store(T* to, V v) {
+    std::memcpy(to, &v, sizeof v);
+}
+INLINE F splat(float x) { return x - F{}; }  // not a sum: -0 + 0 is 0, so that it would be computed
+
+// a * b + c, rounded once where the machine can: said outright, so that every copy of a loop rounds alike.
+INLINE F fma(F a, F b, F c) {
+#if defined(__AVX512F__)
+    return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+INLINE F fma(F a, float b, F c) { return fma(a, splat(b), c); }
+
+// ---- 16-bit floats: IEEE halves and bfloat16 ----
+
+INLINE float half_to_float(uint16_t h) {
+#if defined(__F16C__)
+    return _cvtsh_ss(h);
+#else
+    uint32_t sign = uint32_t(h & 0x8000) << 16, body = h & 0x7fff, bits;
+    if (body >= 0x7c00) {
+        bits = 0x7f800000 | (body & 0x3ff) << 13;
+    } else if (body >= 0x400) {
+        bits = (body << 13) + 0x38000000;
+    } else {
+        float tiny = float(body) * 5.9604644775390625e-8f;
+        std::memcpy(&bits, &tiny, 4);
+    }
+    bits |= sign;
+    float f;
+    std::memcpy(&f, &bits, 4);
+    return f;
+#endif
+}
+
+INLINE uint16_t float_to_half(float f) {  // to nearest, ties to even
+#if defined(__F16C__)
+    return _cvtss_sh(f, 0);
+#else
+    uint32_t bits;
+    std::memcpy(&bits, &f, 4);
+    uint32_t sign = bits >> 16 & 0x8000, body = bits & 0x7fffffff;
+    if (body > 0x7f800000) return uint16_t(sign | 0x7e00);
+    if (body >= 0x47800000 - 0x1000) return uint16_t(sign | 0x7c00);
+    if (body < 0x38800000) {
+        float scaled;
+        std::memcpy(&scaled, &body, 4);
+        scaled += 0.5f;  // the sum's last bit is worth 2^-24, the smallest half
+        uint32_t rounded;
+        std::memcpy(&rounded, &scaled, 4);
+        return uint16_t(sign | (rounded - 0x3f000000));
+    }
+    body += 0xfff + (body >> 13 & 1);
+    return uint16_t(sign | (body - 0x38000000) >> 13);
+#endif
+}
+
+INLINE F from_half(const uint16_t* h) {
+#if defined(__AVX512F__)
+    return (F)_mm512_maskz_cvtph_ps(EVERY, load<__m256i>(h));
+#elif defined(__F16C__)
+    return (F)_mm256_cvtph_ps(load<__m128i>(h));
+#else
+    F f;
+    for (int i = 0; i < W; i++) f[i] = half_to_float(h[i]);
+    return f;
+#endif
+}
+
+INLINE void to_half(uint16_t* h, F f) {
+#if defined(__AVX512F__)
+    store(h, _mm512_maskz_cvtps_ph(EVERY, (__m512)f, 0));
+#elif defined(__F16C__)
+    store(h, _mm256_cvtps_ph((__m256)f, 0));
+#else
+    for (int i = 0; i < W; i++) h[i] = float_to_half(f[i]);
+#endif
+}
+
+INLINE F from_bfloat(const uint16_t* h) {
+#if defined(__AVX512F__)
+    return (F)((I)_mm512_maskz_cvtepu16_epi32(EVERY, load<__m256i>(h)) << 16);
+#elif defined(__AVX2__)
+    return (F)((I)_mm256_cvtepu16_epi32(load<__m128i>(h)) << 16);
+#else
+    return (F)(__builtin_convertvector(load<H>(h), I) << 16);
+#endif
+}
+
+INLINE F to_float(I i) { return __builtin_convertvector(i, F); }
+
+// All lanes combined, in halves: by a sum, or by whatever else.
+template <class V, class Combine>
+INLINE auto across(V v, const Combine& combine) {
+    UNROLL
+    for (int half = W / 2; half > 0; half /= 2) {
+        V other;
+        UNROLL
+        for (int i = 0; i < W; i++) other[i] = v[(i + half) % W];
+        v = combine(v, other);
+    }
+    return v[0];
+}
+INLINE float sum(F f) {
+    return across(f, [](F a, F b) { return a + b; });
+}

@@ -1,0 +1,93 @@
+"""The table of ops that a model's mathematics is written over.
+
+V stands for an array: a tensor, or the symbol of one while a program is recorded (kernels/native). A model calls
+nothing but these, so that one statement of its mathematics serves both.
+
+T tokens   D hidden size   N heads   A head size   E = A / 2   F feed-forward size   O outputs   I inputs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from kernels.attention.rows import Rows
+from kernels.linear.blocks import Blocks
+
+V = TypeVar("V")
+Tensor = torch.Tensor
+
+Linear = Callable[[V], V]
+"""A prepared weight: x_TI -> y_TO."""
+
+
+@dataclass(slots=True, frozen=True)
+class StepTensors:
+    """What one forward pass reads besides the weights, as tensors on the device."""
+
+    ids_T: Tensor  # int64
+    positions_T: Tensor  # int64
+    slots_T: Tensor  # int64; -1 where keys and values are not written
+    rows: Rows
+    cache: Tensor  # [layers, 2, blocks, *kv_block]: keys and values of every layer
+
+
+@dataclass(slots=True, frozen=True)
+class Attention:
+    """How one layer attends."""
+
+    layer: int
+    window: int | None
+    scale: float
+
+
+@dataclass(slots=True, frozen=True)
+class Step(Generic[V]):
+    """The same, as the mathematics sees it."""
+
+    ids_T: V
+    positions_T: V
+    attend: Callable[[Attention, V, V, V], V]
+    """(how, q_TNA, k_TKA, v_TKA) -> x_TD, D = N * A: writes the new keys and values, then attends."""
+
+
+class Pass(Protocol):
+    """A forward pass, ready to run."""
+
+    listing: str
+    """Its program, to read; empty where there is none."""
+
+    def __call__(self, given: StepTensors) -> Tensor:
+        """What the mathematics gives for the tokens of a step."""
+
+
+@dataclass(slots=True, frozen=True)
+class Ops(Generic[V]):
+    """One implementation of every op; kernels/<op>/reference.py says what each does."""
+
+    name: str  # native, torch or reference
+    level: str  # the instruction set, where there is a choice
+    note: str  # why it is not the one that could have been wanted; empty: it is
+    kv_dtype: torch.dtype | None  # of the cache; None: the model's own
+    kv_block: Callable[[int, int, int], tuple[int, ...]]  # tokens of a block, heads, A -> shape of its keys
+    # once, when weights are loaded
+    prepare_linear: Callable[[Tensor | Blocks, Tensor | None], Linear[V]]  # weight_OI, bias_O
+    prepare_embedding: Callable[[Tensor | Blocks, Linear[V] | None], Any]  # table_VD, and the head if it is the same
+    compile: Callable[[Callable[[Step[V]], V]], Pass]  # of the tokens of a step
+    compile_rows: Callable[[Callable[[V], V], int], Callable[[Tensor], Tensor]]  # of x_XI, whose width is I
+    # the mathematics
+    embedding: Callable[[V, Any], V]  # ids_T, prepared table
+    rms_norm: Callable[[V, Tensor, float], V]  # x_TD, weight_D, eps
+    add_rms_norm: Callable[[V, V, Tensor, float], tuple[V, V]]  # x, residual, weight_D, eps -> normed, total
+    split_heads: Callable[[V, Sequence[int], int], tuple[V, ...]]  # x_TX or x_TNA, counts of heads, A -> x_TNA each
+    qk_norm: Callable[[V, Tensor, Tensor, int, float], V]  # qk_TNA, q_norm_A, k_norm_A, query heads, eps
+    rope_cos_sin: Callable[[V, Tensor, float, torch.dtype], tuple[V, V]]  # positions_T, inv_freq_E, scale
+    rope: Callable[[V, V, V], V]  # x_TNA, cos_TE, sin_TE
+    silu_mul: Callable[[V], V]  # gate_up_T2F
+    # of tensors alone
+    largest: Callable[[Tensor], tuple[list[int], list[float]]]  # x_NV, float32
+    kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]  # k_TKA, v_TKA, k_cache, v_cache, slots_T
+    prepare_attention: Callable[[Rows, int | None], Callable[[Tensor, Tensor, Tensor, float], Tensor]]

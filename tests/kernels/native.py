@@ -1,0 +1,107 @@
+"""Small programs for the native kernels, written instruction by instruction."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from kernels.native import library as c
+from kernels.native.build import CHOICES, Unavailable
+from kernels.native.program import OUTPUT, Op
+from tests.kernels.paged import Case
+
+LEVELS = CHOICES[1:]
+NONE = c.View(-1, 0, 0)
+
+
+@functools.cache
+def load(level: str) -> c.Library:
+    """The library of a level. Skips a test where this machine cannot run it."""
+    try:
+        return c.load(level)
+    except Unavailable as error:
+        pytest.skip(str(error))
+
+
+@functools.cache
+def pool(library: c.Library, threads: int = 2) -> c.Pool:
+    """A pool that tests share."""
+    return c.Pool(library, threads, 2000)
+
+
+def instruction(op: int, **fields: object) -> c.Instruction:
+    """An instruction; what is not named reads and writes nothing."""
+    return c.Instruction(**{"op": op, "x": NONE, "y": NONE, "z": NONE, "quantized": -1, "heads": 1, **fields})
+
+
+def run_rows(
+    library: c.Library,
+    x_TI: torch.Tensor,
+    instructions: Sequence[c.Instruction],
+    buffers: Sequence[c.Buffer],
+    width: int,
+    threads: int = 2,
+) -> torch.Tensor:
+    """Runs them after x was taken to buffer 0. [T, width] of the output, which is NaN before."""
+    out = torch.full((len(x_TI), width), torch.nan)
+    program = c.CompiledProgram(library, instructions, buffers)
+    program.run(pool(library, threads), c.StepOfC(tokens=len(x_TI), input=x_TI.data_ptr(), output=out.data_ptr()))
+    return out
+
+
+def product(library: c.Library, weight: c.PackedWeight, x_TI: torch.Tensor, threads: int = 2) -> torch.Tensor:
+    """x times the weight; x is rounded first where the weight is quantized."""
+    outputs, inputs = weight.shape
+    rounded = weight.inputs is not c.Inputs.FLOATS
+    x = c.View(0, 0, inputs)
+    lines = [
+        instruction(Op.TAKE, y=x, quantized=1 if rounded else -1),
+        instruction(
+            Op.LINEAR, x=c.View(1 if rounded else 0, 0, inputs), y=c.View(OUTPUT, 0, outputs), weight=weight.address
+        ),
+    ]
+    buffers = [c.Buffer(inputs, c.Inputs.FLOATS), c.Buffer(inputs, weight.inputs)]
+    return run_rows(library, x_TI.contiguous(), lines, buffers, outputs, threads)
+
+
+def attend(library: c.Library, case: Case, window: int | None, scale: float, threads: int = 2) -> torch.Tensor:
+    """Attention of the case, whose keys and values are first written to a native cache full of NaN."""
+    blocks, size, kv_heads, width = case.k_cache.shape
+    cache = torch.full((1, 2, blocks, kv_heads, size, width), torch.nan, dtype=torch.float16)
+    known = torch.arange(blocks * size)
+    known = known[~case.k_cache.reshape(blocks * size, -1).isnan().any(-1)]
+    kv = torch.cat([case.k_cache.reshape(blocks * size, -1)[known], case.v_cache.reshape(blocks * size, -1)[known]], -1)
+    k, v = c.View(0, 0, kv_heads * width), c.View(0, kv_heads * width, kv_heads * width)
+    write = [instruction(Op.TAKE, y=c.View(0, 0, kv.shape[1])), instruction(Op.KV_WRITE, x=k, z=v)]
+    shape = {"cache": cache.data_ptr(), "cache_layer": cache.stride(0), "block_size": size, "kv_heads": kv_heads}
+    program = c.CompiledProgram(library, write, [c.Buffer(kv.shape[1], 0)])
+    step = c.StepOfC(tokens=len(kv), slots=known.data_ptr(), input=kv.data_ptr(), head_size=width, **shape)
+    program.run(pool(library, threads), step)
+
+    tokens, heads, _ = case.q.shape
+    q, out = case.q.reshape(tokens, -1).contiguous(), torch.full((tokens, heads * width), torch.nan)
+    whole, result = c.View(0, 0, heads * width), c.View(OUTPUT, 0, heads * width)
+    lines = [
+        instruction(Op.TAKE, y=whole),
+        instruction(Op.ATTENTION, x=whole, y=result, heads=heads, window=window or 0, number=scale),
+    ]
+    starts = torch.tensor(case.rows.row_starts, dtype=torch.int32)
+    contexts = torch.tensor(case.rows.context_lens, dtype=torch.int32)
+    table = case.rows.block_table_RB
+    step = c.StepOfC(
+        tokens=tokens,
+        rows=case.rows.count,
+        table_width=table.shape[1],
+        row_starts=starts.data_ptr(),
+        contexts=contexts.data_ptr(),
+        blocks=table.data_ptr(),
+        head_size=width,
+        input=q.data_ptr(),
+        output=out.data_ptr(),
+        **shape,
+    )
+    c.CompiledProgram(library, lines, [c.Buffer(heads * width, 0)]).run(pool(library, threads), step)
+    return out.view(tokens, heads, width)

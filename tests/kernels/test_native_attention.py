@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.attention import reference
+from tests.kernels.native import LEVELS, attend, load
+from tests.kernels.paged import Case, make_case
+from tests.kernels.test_attention import SPANS, dense_attention
+
+
+def halves(case: Case) -> Case:
+    """The same with keys and values that a cache of halves holds without loss."""
+    for tensor in (case.k_cache, case.v_cache, *(each for pair in case.dense for each in pair)):
+        tensor.copy_(tensor.half())
+    return case
+
+
+ALL_SPANS = [span for spans in SPANS.values() for span in spans]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("window", [None, 1, 20, 70])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "block_size"),
+    [(9, 3, 64, 16), (4, 4, 32, 32), (10, 2, 80, 64), (7, 1, 96, 4), (16, 1, 128, 16), (4, 2, 256, 7), (40, 1, 16, 16)],
+)
+def test_equals_dense_attention(level, heads, kv_heads, size, block_size, window):
+    library = load(level)
+    case = halves(make_case(ALL_SPANS, heads=heads, kv_heads=kv_heads, size=size, block_size=block_size))
+    out = attend(library, case, window, size**-0.5)
+    torch.testing.assert_close(out, dense_attention(case, window, size**-0.5), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_equals_the_reference(level):
+    case = halves(make_case([(20, 1), (3, 5)], heads=6, kv_heads=2, size=32))
+    expected = reference.Attention(case.rows, 9)(case.q, case.k_cache, case.v_cache, 0.3)
+    torch.testing.assert_close(attend(load(level), case, 9, 0.3), expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("block_size", [4, 16, 32])
+def test_keys_that_left_every_window_are_not_read(level, block_size):
+    spans = [(100, 1), (120, 9), (90, 1)]
+    case = halves(make_case(spans, heads=4, kv_heads=2, size=32, block_size=block_size, hidden_before=70))
+    out = attend(load(level), case, 20, 0.3)
+    torch.testing.assert_close(out, dense_attention(case, 20, 0.3), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "window", "block_size"),
+    [((9, 3, 64), None, 16), ((9, 3, 64), 50, 16), ((4, 4, 32), None, 7), ((40, 2, 32), 50, 32), ((7, 1, 16), 50, 4)],
+)
+def test_queries_are_bit_equal_however_they_are_cut(shape, window, block_size):
+    """One row of 150 tokens, whole, against the same row cut anywhere, beside strangers."""
+    library = load("auto")
+    heads, kv_heads, size = shape
+    options = {"heads": heads, "kv_heads": kv_heads, "size": size, "block_size": block_size}
+    whole = halves(make_case([(0, 150)], **options))
+    expected = attend(library, whole, window, 0.3)
+    keys, values = whole.dense[0]
+    cuts = ((149, 1), (0, 1), (64, 1), (70, 80), (1, 7), (128, 22), (0, 149))
+    for cut, (before, new) in enumerate(cuts):
+        at = cut % 4
+        strangers = [(17, 1), (5, 30), (200, 1)]
+        case = halves(make_case([*strangers[:at], (before, new), *strangers[at:]], seed=at + 1, **options))
+        places = torch.arange(before + new)
+        blocks = case.rows.block_table_RB[at, places // block_size].long()
+        case.k_cache[blocks, places % block_size] = keys[places]
+        case.v_cache[blocks, places % block_size] = values[places]
+        start = case.rows.row_starts[at]
+        case.q[start : start + new] = whole.q[before : before + new]
+        out = attend(library, case, window, 0.3, threads=1 + cut % 3)
+        assert torch.equal(out[start : start + new], expected[before : before + new]), (before, new, at)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("block_size", [16, 7])
+def test_what_is_not_finite_reaches_only_the_tokens_that_see_it(level, block_size):
+    case = halves(make_case([(0, 60), (30, 20), (11, 1)], heads=4, kv_heads=2, size=32, block_size=block_size))
+    clean = attend(load(level), case, None, 0.3)
+    block = case.rows.block_table_RB[1, 40 // block_size]
+    case.v_cache[block, 40 % block_size, 1, 3] = torch.inf
+    out = attend(load(level), case, None, 0.3)
+    hit = torch.zeros_like(out, dtype=torch.bool)
+    hit[60 + 10 : 80, 2:, 3] = True  # tokens from position 40 of row 1 on, the group of key head 1
+    assert out[hit].isinf().all()
+    assert torch.equal(out[~hit], clean[~hit])
+    case.q[5] = torch.nan
+    out = attend(load(level), case, None, 0.3)
+    assert out[5].isnan().all()
+    assert torch.equal(out[:5], clean[:5])
+    assert torch.equal(out[6:60], clean[6:60])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_great_scores_do_not_overflow(level):
+    case = halves(make_case([(80, 3), (0, 5)], heads=2, kv_heads=2, size=32))
+    out = attend(load(level), case, None, 60.0)
+    torch.testing.assert_close(out, dense_attention(case, None, 60.0), atol=1e-3, rtol=1e-3)

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.linear.blocks import Blocks
+from kernels.native import library as c
+from tests.kernels.native import LEVELS, load, product
+
+KINDS = ("f32", "f16", "bf16", "q8", "q4")
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+COUNTS = (1, 2, 5, 6, 13, 257)
+
+
+def make(library, kind, outputs, inputs, bias=None):
+    """A packed weight, and the weight that it stands for."""
+    if kind in DTYPES:
+        weight = torch.randn(outputs, inputs).to(DTYPES[kind])
+        return c.PackedWeight(library, weight, bias), weight.double()
+    bits = 4 if kind == "q4" else 8
+    numbers = torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8)
+    scale = (torch.rand(outputs, inputs // 32) * 0.1 + 0.01).half()
+    blocks = Blocks(numbers, scale, (-torch.rand(outputs, inputs // 32)).half() if bits == 4 else None, bits)
+    return c.PackedWeight(library, blocks, bias), blocks.dequantize().double()
+
+
+def whole_numbers(count, inputs):
+    """Inputs that bytes and words hold without loss: every group has its largest, 127."""
+    x = torch.randint(-127, 128, (count, inputs // 32, 32)).float()
+    x[:, :, 5] = 127.0
+    return x.reshape(count, inputs)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_is_a_matrix_product(level, kind):
+    library = load(level)
+    shapes = [(1, 32), (16, 64), (33, 96), (100, 288)]
+    for outputs, inputs in shapes if kind[0] == "q" else [*shapes, (7, 5), (65, 1), (130, 77)]:
+        bias = torch.randn(outputs) if inputs % 64 else None
+        packed, weight = make(library, kind, outputs, inputs, bias)
+        for count in COUNTS:
+            x = whole_numbers(count, inputs) if kind == "q4" else torch.randn(count, inputs)
+            expected = x.double() @ weight.T + (0.0 if bias is None else bias.double())
+            # words lose 2^-16 of a row's largest value, a product in floats a last bit of each of its sums
+            lost = 5e-5 if kind == "q8" else 2e-6
+            margin = (lost * x.abs().amax(1, keepdim=True).double() * weight.abs().sum(1) + 1e-6).max().item()
+            if kind == "q8" and packed.inputs is c.Inputs.BYTES:
+                x = whole_numbers(count, inputs)
+                expected = x.double() @ weight.T + (0.0 if bias is None else bias.double())
+            torch.testing.assert_close(product(library, packed, x).double(), expected, atol=margin, rtol=1e-5)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_bit_equal_for_every_count_place_and_number_of_threads(level, kind):
+    library = load(level)
+    packed, _ = make(library, kind, 100, 96, torch.randn(100))
+    row = torch.randn(1, 96)
+    expected = product(library, packed, row)[0]
+    for count in (*range(1, 16), 64, 257):
+        x = torch.randn(count, 96)
+        places = {0, count // 2, count - 1}
+        for place in places:
+            x[place] = row
+        y = product(library, packed, x, threads=1 + count % 3)
+        for place in places:
+            assert torch.equal(y[place], expected), (count, place)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_spoils_its_own_row_only(level, kind, bad):
+    library = load(level)
+    packed, _ = make(library, kind, 40, 64)
+    x = torch.randn(9, 64)
+    clean = product(library, packed, x)
+    x[4, 37] = bad
+    y = product(library, packed, x)
+    assert not y[4].isfinite().any()
+    others = [0, 1, 2, 3, 5, 6, 7, 8]
+    assert torch.equal(y[others], clean[others])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_inputs_lose_little(kind):
+    library = load("avx2")
+    packed, weight = make(library, kind, 64, 576)
+    x = torch.randn(30, 576)
+    expected = x.double() @ weight.T
+    lost = (product(library, packed, x).double() - expected).norm() / expected.norm()
+    assert lost < {"f32": 1e-6, "f16": 1e-6, "bf16": 1e-6, "q8": 1e-4, "q4": 1e-2}[kind]
+
+
+def test_a_row_of_zeros_is_the_bias():
+    library, bias = load("auto"), torch.randn(24)
+    for kind in KINDS:
+        packed, _ = make(library, kind, 24, 32, bias)
+        assert torch.equal(product(library, packed, torch.zeros(2, 32)), bias.expand(2, 24))

@@ -252,3 +252,17 @@ class TestMemory:
         """Attention scores of 128 queries and 4 heads over 4096 keys alone are 8 MiB."""
         shape = CacheShape(1, 16, 4, 4096, 4096)
         assert runner_of(model_path).plan_memory(shape, 1 << 24).step_bytes > 4 << 20
+
+    def test_the_largest_step_has_as_many_logits_as_may_exist_at_once(
+        self, model_path: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen: list[int] = []
+        logits = Decoder.logits
+
+        def counted(model: Decoder, hidden_SD: torch.Tensor) -> torch.Tensor:
+            seen.append(len(hidden_SD))
+            return logits(model, hidden_SD)
+
+        monkeypatch.setattr(Decoder, "logits", counted)
+        runner_of(model_path, logits_rows=7).plan_memory(CacheShape(1, 16, 4, 64, 64), 1 << 24)
+        assert seen == [7]

@@ -88,27 +88,25 @@ def _torch_ops(*, fast: bool, deterministic: bool, note: str) -> Ops[Tensor]:
         rope=rope_reference.rope,
         silu_mul=silu_mul_reference.silu_mul,
         largest=largest_reference.largest,
-        kv_write=kv_write,
-        prepare_attention=prepare_attention,
     )
 
 
 def _linear(fast: bool, deterministic: bool) -> Callable[[Tensor | Blocks, Tensor | None], Linear[Tensor]]:
-    def prepare(weight_OI: Tensor | Blocks, bias_O: Tensor | None) -> Linear[Tensor]:
-        if isinstance(weight_OI, Blocks):
-            weight_OI = weight_OI.dequantize()
+    def prepare(weight_OI: Tensor, bias_O: Tensor | None) -> Linear[Tensor]:
         kind = packed.Linear if fast and packed.is_available(weight_OI) else linear_reference.Linear
         return kind(weight_OI, bias_O)
 
-    def prepare_tiled(weight_OI: Tensor | Blocks, bias_O: Tensor | None) -> Linear[Tensor]:
-        return tiled.Linear(prepare, weight_OI.dequantize() if isinstance(weight_OI, Blocks) else weight_OI, bias_O)
+    prepare_plain = partial(tiled.Linear, prepare) if deterministic else prepare
+    return lambda weight_OI, bias_O: prepare_plain(_plain(weight_OI), bias_O)
 
-    return prepare_tiled if deterministic else prepare
+
+def _plain(weight: Tensor | Blocks) -> Tensor:
+    return weight.dequantize() if isinstance(weight, Blocks) else weight
 
 
 def _embedding(table_VD: Tensor | Blocks, head: Linear[Tensor] | None) -> Tensor:
     del head  # it keeps its weight in a layout of its own
-    return table_VD.dequantize() if isinstance(table_VD, Blocks) else table_VD
+    return _plain(table_VD)
 
 
 def _split_heads(x: Tensor, counts: Sequence[int], head_dim: int) -> tuple[Tensor, ...]:

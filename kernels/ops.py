@@ -89,5 +89,3 @@ class Ops(Generic[V]):
     silu_mul: Callable[[V], V]  # gate_up_T2F
     # of tensors alone
     largest: Callable[[Tensor], tuple[list[int], list[float]]]  # x_NV, float32
-    kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]  # k_TKA, v_TKA, k_cache, v_cache, slots_T
-    prepare_attention: Callable[[Rows, int | None], Callable[[Tensor, Tensor, Tensor, float], Tensor]]

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.attention import reference as attention_reference
-from kernels.kv_write import reference as kv_write_reference
 from kernels.linear.blocks import Blocks
 from kernels.native.build import Unavailable
 from kernels.native.library import CompiledProgram, Inputs, Library, PackedWeight, Pool, StepOfC, load
@@ -58,8 +56,6 @@ def native_ops(options: NativeOptions, kv_dtype: torch.dtype, head_dim: int) -> 
         rope=rope,
         silu_mul=silu_mul,
         largest=engine.largest,
-        kv_write=kv_write_reference.kv_write,
-        prepare_attention=attention_reference.Attention,
     )
 
 

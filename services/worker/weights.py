@@ -223,14 +223,14 @@ class _Reader:
                 self._unused.discard(name)
                 return blocks
         tensor = self._take(name, outputs, inputs)
-        kept = tensor.dtype if tensor.dtype in _KEPT else torch.float32
-        if precision.bits is None or not rounded:
-            return self._placed(tensor, precision.stored or kept)
-        if inputs % GROUP:
+        dtype = precision.stored or (tensor.dtype if tensor.dtype in _KEPT else torch.float32)
+        rounded = rounded and precision.bits is not None
+        if rounded and inputs % GROUP:
             self._not_rounded.append(name)
-            return self._placed(tensor, precision.stored or kept)
+        if precision.bits is None or not rounded or inputs % GROUP:
+            return self._placed(tensor, dtype)
         try:
-            return Blocks.of(tensor.to(precision.stored or kept), precision.bits)
+            return Blocks.of(tensor.to(dtype), precision.bits)
         except ValueError as error:
             raise InvalidArgument(f"tensor {name} cannot be quantized: {error}", field="quantize") from error
 

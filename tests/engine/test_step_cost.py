@@ -5,40 +5,20 @@ What one line does in C is not seen; `python -m tests.bench.scheduler` measures 
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from functools import partial
-from types import FrameType
-from typing import Any, TypeVar
 
 import pytest
 
 from services.cli.simulate.worker import outcome_of
 from services.engine.core import EngineCore
 from tests.engine.harness import make_config, make_spec
+from tests.lines import lines_in
 
 RUNNING = 16
 STEPS = 8
 """Measured steps: each row takes a new block in every fourth, so that all runs see as many."""
-_T = TypeVar("_T")
-
-
-def lines_in(call: Callable[[], _T]) -> tuple[_T, int]:
-    """What the call gives, and how many lines of the engine ran: a garbage collection may call others' code."""
-    lines, before = 0, sys.gettrace()
-
-    def count(frame: FrameType, event: str, _arg: Any) -> Any:
-        nonlocal lines
-        if "/services/engine/" not in frame.f_code.co_filename:
-            return None
-        lines += event == "line"
-        return count
-
-    sys.settrace(count)
-    try:
-        return call(), lines
-    finally:
-        sys.settrace(before)
+ENGINE = "/services/engine/"
+"""Whose lines are counted."""
 
 
 def lines_of_steps(context: int, waiting: int) -> int:
@@ -60,10 +40,10 @@ def lines_of_steps(context: int, waiting: int) -> int:
         if step == 2:
             for handle in range(RUNNING, RUNNING + waiting):
                 core.submit(make_spec(handle, [handle % 50] * 80, 4), 0.0)
-        plan, planning = lines_in(partial(core.schedule, 0.0))
+        plan, planning = lines_in(partial(core.schedule, 0.0), ENGINE)
         assert plan is not None
         assert step == 0 or plan.num_tokens.tolist() == [1] * RUNNING
-        _, applying = lines_in(partial(core.apply, outcome_of(plan)))
+        _, applying = lines_in(partial(core.apply, outcome_of(plan)), ENGINE)
         total += planning + applying if step >= 4 else 0
     return total
 
@@ -98,7 +78,7 @@ def lines_beside_an_urgent_one(context: int) -> int:
         plan = core.schedule(0.0)
         assert plan is not None
         core.apply(outcome_of(plan))
-    plan, lines = lines_in(partial(core.schedule, 0.0))
+    plan, lines = lines_in(partial(core.schedule, 0.0), ENGINE)
     assert plan is not None
     assert len(plan.rows) == RUNNING
     assert core.take_preemptions() == []

@@ -39,6 +39,20 @@ def runner(model_path: str) -> TorchRunner:
     return runner_of(model_path)
 
 
+@pytest.fixture
+def logits_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of how many positions there were logits at once, each time that there were some."""
+    seen: list[int] = []
+    logits = Decoder.logits
+
+    def watched(model: Decoder, hidden_ND: torch.Tensor) -> torch.Tensor:
+        seen.append(len(hidden_ND))
+        return logits(model, hidden_ND)
+
+    monkeypatch.setattr(Decoder, "logits", watched)
+    return seen
+
+
 def tokens_of(output: StepOutput) -> dict[int, int]:
     assert all(result.status == ROW_OK for result in output.results)
     return {result.row: result.token_ids[0] for result in output.results}
@@ -153,25 +167,18 @@ class TestLogprobs:
         assert self.prompt_entries(runner_of(model_path, logits_rows=2), len(PROMPT)) == whole
 
     def test_so_many_positions_have_logits_at_once_and_no_more(
-        self, model_path: str, monkeypatch: pytest.MonkeyPatch
+        self, model_path: str, logits_at_once: list[int]
     ) -> None:
         """Four prompts in one step, each longer than the bound."""
-        rows: list[int] = []
-        logits = Decoder.logits
-
-        def watched(model: Decoder, hidden_ND: torch.Tensor) -> torch.Tensor:
-            rows.append(len(hidden_ND))
-            return logits(model, hidden_ND)
-
         runner = runner_of(model_path, logits_rows=3)
-        monkeypatch.setattr(Decoder, "logits", watched)
+        logits_at_once.clear()
         news = [request(row, PROMPT[:8], temperature=0, prompt_logprobs=1) for row in range(4)]
         flags = [PROMPT_LOGPROBS | SAMPLES] * 4
         blocks = {row: range(row * 4, row * 4 + 4) for row in range(4)}
         output = run(runner, step(0, [(row, 0, 8) for row in range(4)], news, blocks=blocks, flags=flags))
         assert [len(part.positions) for part in output.prompt_logprobs] == [8] * 4
-        assert max(rows) == 3
-        assert sum(rows) == 4 * 7 + 4  # a position without a next token of the prompt only samples
+        assert max(logits_at_once) == 3
+        assert sum(logits_at_once) == 4 * 7 + 4  # a position without a next token of the prompt only samples
 
     def test_they_are_the_models(self, runner: TorchRunner) -> None:
         """Each entry is what sampling there would have reported for the likeliest, and the sum is one."""
@@ -254,15 +261,7 @@ class TestMemory:
         assert runner_of(model_path).plan_memory(shape, 1 << 24).step_bytes > 4 << 20
 
     def test_the_largest_step_has_as_many_logits_as_may_exist_at_once(
-        self, model_path: str, monkeypatch: pytest.MonkeyPatch
+        self, model_path: str, logits_at_once: list[int]
     ) -> None:
-        seen: list[int] = []
-        logits = Decoder.logits
-
-        def counted(model: Decoder, hidden_SD: torch.Tensor) -> torch.Tensor:
-            seen.append(len(hidden_SD))
-            return logits(model, hidden_SD)
-
-        monkeypatch.setattr(Decoder, "logits", counted)
         runner_of(model_path, logits_rows=7).plan_memory(CacheShape(1, 16, 4, 64, 64), 1 << 24)
-        assert seen == [7]
+        assert logits_at_once == [7]

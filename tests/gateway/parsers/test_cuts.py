@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Callable
-from types import FrameType
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import pytest
 from hypothesis import given, settings
@@ -33,6 +31,7 @@ from tests.gateway.parsers.answers import (
     tokens_of,
     tools,
 )
+from tests.lines import lines_in
 
 WORDS = st.text('ab <{}[]"/:,\\🔥é\n', max_size=12)
 VALUES = st.recursive(
@@ -193,23 +192,6 @@ def test_what_is_told_early_stays(whole: tuple[str, str, ReasoningOptions | None
         assert wanted.startswith(arguments)
 
 
-def lines_in(call: Callable[[], object]) -> int:
-    """Lines of code that a call runs."""
-    lines, before = 0, sys.gettrace()
-
-    def count(_frame: FrameType, event: str, _arg: Any) -> Any:
-        nonlocal lines
-        lines += event == "line"
-        return count
-
-    sys.settrace(count)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return lines
-
-
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("form", sorted(TOOL_FORMATS))
 def test_what_a_grammar_makes_a_model_write_is_calls_wherever_it_is_cut(form: str, parallel: bool) -> None:
@@ -265,7 +247,7 @@ def test_time_is_linear_in_the_length(kind: str) -> None:
         text = write(repeats)
         pieces = [Counted(text[at : at + size]) for at in range(0, len(text), size)]
         Counted.copied = 0
-        return lines_in(lambda: parse(pieces, form, THINK)), Counted.copied / len(text)
+        return lines_in(lambda: parse(pieces, form, THINK))[1], Counted.copied / len(text)
 
     for size in (1, 7, 1_000_000):
         (short, some), (long, more) = cost(60, size), cost(120, size)

@@ -38,7 +38,7 @@ class GatewaySettings(Settings):
         False, "requests may bring a chat template; it is a program, so only for clients that are trusted"
     )
 
-    max_body_bytes: int = knob(16 * 1024 * 1024, "longest request body that is read", ge=1024)
+    max_body_bytes: int = knob(8 * 1024 * 1024, "longest request body that is read", ge=1024)
     max_concurrent_requests: int = knob(8192, "gRPC calls at once; more are refused", ge=1)
 
     replay_budget_s: float = knob(60.0, "how long live requests wait for a lost engine to come back", ge=0)

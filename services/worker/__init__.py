@@ -23,8 +23,9 @@ sampling/     from logits to tokens
 loading       a model path into a ready model
 text_files    tokenizer, config and template of a model as files
 weights       weights by name, from safetensors or GGUF
-gguf_file     reading GGUF
+gguf_file     a GGUF file in Hugging Face terms
 gguf_blocks   its quantized tensors, as products read them
+gguf_reader   its layout: metadata and tensors, mapped
 models/       the mathematics of each architecture
 layers        the weights of a decoder, ready to be used
 cache         the KV tensors

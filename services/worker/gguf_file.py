@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kernels.linear.blocks import Blocks
 from services.common.errors import InvalidArgument
 from services.worker.gguf_blocks import WITHOUT_LOSS, blocks_of
+from services.worker.gguf_reader import Reader
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _TOP_NAMES = {
@@ -37,27 +38,14 @@ _LAYER_NAMES = {
 _SHORT_FLOATS = {gguf.GGMLQuantizationType.F16: torch.float16, gguf.GGMLQuantizationType.BF16: torch.bfloat16}
 
 
-class _PlainReader(gguf.GGUFReader):  # type: ignore[misc]  # the library ships no types
-    """The library's reader over a plain view of the file: slices of np.memmap itself make it three times slower."""
-
-    @property
-    def data(self) -> NDArray[np.uint8]:
-        """The bytes of the file, mapped."""
-        return self._view
-
-    @data.setter
-    def data(self, mapped: NDArray[np.uint8]) -> None:
-        self._view = mapped.view(np.ndarray)
-
-
 class GgufFile:
     """One GGUF file, mapped. `field` gives a metadata value, the rest speaks Hugging Face."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._reader = _PlainReader(path)
-        except (OSError, ValueError, IndexError) as error:
+            self._reader = Reader(path)
+        except (OSError, ValueError) as error:
             raise InvalidArgument(f"{path} cannot be read as GGUF: {error}", field="model") from error
         self.architecture: str = self.required("general.architecture")
         if self.architecture not in _ARCHITECTURES:
@@ -66,12 +54,11 @@ class GgufFile:
                 f"{path}: general.architecture = {self.architecture!r} is not served; these are: {served}",
                 field="general.architecture",
             )
-        self._tensors = {self._hugging_face_name(tensor.name): tensor for tensor in self._reader.tensors}
+        self._tensors = {self._hugging_face_name(name): tensor for name, tensor in self._reader.tensors.items()}
 
     def field(self, key: str) -> Any:
         """A metadata value, or None."""
-        field = self._reader.get_field(key)
-        return None if field is None else field.contents()
+        return self._reader.value(key)
 
     def required(self, key: str) -> Any:
         """A metadata value that must be there."""
@@ -87,12 +74,12 @@ class GgufFile:
     def get(self, name: str) -> torch.Tensor:
         """One tensor: float16 and bfloat16 as they are stored, everything else in float32."""
         stored = self._tensors[name]
-        if stored.tensor_type in WITHOUT_LOSS:  # the same values as the library's, in a third of its time
+        if stored.kind in WITHOUT_LOSS:  # the same values as the library's, in a third of its time
             blocks = self.blocks(name)
             if blocks is not None:
                 return blocks.dequantize()
-        if stored.tensor_type in _SHORT_FLOATS:
-            tensor = torch.from_numpy(stored.data.copy()).view(_SHORT_FLOATS[stored.tensor_type])
+        if stored.kind in _SHORT_FLOATS:
+            tensor = torch.from_numpy(stored.data.copy()).view(_SHORT_FLOATS[stored.kind])
         else:
             values = self._read(name, gguf.quants.dequantize)
             tensor = torch.from_numpy(values if values.flags.writeable else values.copy())
@@ -108,10 +95,10 @@ class GgufFile:
     def _read(self, name: str, read: Callable[[NDArray[np.uint8], Any], Any]) -> Any:
         stored = self._tensors[name]
         try:
-            return read(stored.data, stored.tensor_type)
+            return read(stored.data, stored.kind)
         except NotImplementedError as error:
             raise InvalidArgument(
-                f"{self.path}: tensor {stored.name} is {stored.tensor_type.name}, which is not served", field="model"
+                f"{self.path}: tensor {stored.name} is {stored.kind.name}, which is not served", field="model"
             ) from error
 
     def config(self) -> dict[str, Any]:

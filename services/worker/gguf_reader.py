@@ -63,7 +63,9 @@ class Reader:
     def value(self, key: str) -> Any:
         """A metadata value, or None: a number, a bool, a string, or a list of them."""
         value = self._values.get(key)
-        return self._elements(value) if isinstance(value, _Array) else value
+        if isinstance(value, _Array):
+            value = self._values[key] = self._elements(value)
+        return value
 
     def _read(self) -> None:
         if self._bytes[:4] != b"GGUF":

@@ -57,8 +57,8 @@ def load_model(
         native=native,
     )
     precision = _precision(dtype, quantize, config, device, native=chosen.name == "native")
-    with _one_thread():
-        weights = load_weights(config, source, chosen, precision, torch.device(device))
+    with _one_thread() as threads:
+        weights = load_weights(config, source, chosen, precision, torch.device(device), threads=threads)
     model = Decoder(config, weights, chosen)
     return model, LoadedModel(
         architecture=config.architecture,
@@ -85,12 +85,12 @@ def _open(place: Path) -> tuple[dict[str, Any], TensorSource, dict[str, bytes]]:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Loading is many small steps, each as fast as memory: threads would only wait for one another."""
+def _one_thread() -> Iterator[int]:
+    """Gives the number of torch's threads, and takes them away: several layers are loaded side by side instead."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        yield threads
     finally:
         torch.set_num_threads(threads)
 

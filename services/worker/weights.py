@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
+from threading import Lock
 from typing import Any, Protocol
 
 import torch
@@ -100,25 +102,41 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def load_weights(
-    config: ModelConfig, source: TensorSource, ops: Ops[Any], precision: Precision, device: torch.device
+    config: ModelConfig,
+    source: TensorSource,
+    ops: Ops[Any],
+    precision: Precision,
+    device: torch.device,
+    *,
+    threads: int = 1,
 ) -> Weights:
-    """All weights. Raises InvalidArgument that names a tensor that is missing, too many, or of another shape."""
+    """All weights, by so many threads: repacking is numpy's work and C's, beside which Python runs.
+
+    Raises InvalidArgument that names a tensor that is missing, too many, or of another shape.
+    """
     reader = _Reader(source, ops, precision, device)
-    hidden, vocab = config.hidden_size, config.vocab_size
-    table_VD = reader.matrix(["model.embed_tokens"], [vocab], hidden, rounded=config.tie_word_embeddings)
-    if config.tie_word_embeddings:
-        reader.allow("lm_head.weight")  # some checkpoints store the tied table twice
-        head = reader.prepare(table_VD, None)
-        embedding = reader.prepare_embedding(table_VD, head)
-    else:
-        embedding = reader.prepare_embedding(table_VD, None)
-        head = reader.linear(["lm_head"], [vocab], hidden, bias=False)
-    del table_VD
-    layers = tuple(_load_layer(reader, config, f"model.layers.{index}.") for index in range(config.num_layers))
-    final_norm_D = reader.tensor("model.norm.weight", hidden)
+    prefixes = [f"model.layers.{index}." for index in range(config.num_layers)]
+    with ThreadPoolExecutor(threads, "load") as workers:
+        ends = workers.submit(_load_ends, reader, config)
+        layers = tuple(workers.map(partial(_load_layer, reader, config), prefixes))
+        embedding, head = ends.result()
+    final_norm_D = reader.tensor("model.norm.weight", config.hidden_size)
     reader.check_all_used()
     reader.report()
     return Weights(embedding, layers, final_norm_D, head, dict(reader.memory), precision.compute, device)
+
+
+def _load_ends(reader: _Reader, config: ModelConfig) -> tuple[Any, Linear[Any]]:
+    """The embedding and the head."""
+    hidden, vocab = config.hidden_size, config.vocab_size
+    table_VD = reader.matrix(["model.embed_tokens"], [vocab], hidden, rounded=config.tie_word_embeddings)
+    if not config.tie_word_embeddings:
+        embedding = reader.prepare_embedding(table_VD, None)
+        del table_VD
+        return embedding, reader.linear(["lm_head"], [vocab], hidden, bias=False)
+    reader.allow("lm_head.weight")  # some checkpoints store the tied table twice
+    head = reader.prepare(table_VD, None)
+    return reader.prepare_embedding(table_VD, head), head
 
 
 def _load_layer(reader: _Reader, config: ModelConfig, prefix: str) -> Layer:
@@ -145,7 +163,10 @@ def _load_layer(reader: _Reader, config: ModelConfig, prefix: str) -> Layer:
 
 
 class _Reader:
-    """Takes tensors from a source, and knows in the end which were not taken and what the others weigh."""
+    """Takes tensors from a source, and knows in the end which were not taken and what the others weigh.
+
+    Several threads may read.
+    """
 
     def __init__(self, source: TensorSource, ops: Ops[Any], precision: Precision, device: torch.device) -> None:
         self.memory: Counter[str] = Counter()  # bytes by the type that they are kept in
@@ -155,6 +176,7 @@ class _Reader:
         self._device = device
         self._unused = set(source.names())
         self._not_rounded: list[str] = []
+        self._counting = Lock()
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """One tensor of the shape that the config implies."""
@@ -211,7 +233,7 @@ class _Reader:
         """Says in the log which matrices could not be rounded."""
         if self._not_rounded:
             why = f"their inputs are no multiple of {GROUP}"
-            _log.warning("not quantized", tensors=len(self._not_rounded), first=self._not_rounded[0], why=why)
+            _log.warning("not quantized", tensors=len(self._not_rounded), first=min(self._not_rounded), why=why)
 
     def _part(self, name: str, outputs: int, inputs: int, rounded: bool) -> torch.Tensor | Blocks:
         """One matrix, in the type that it is kept in unless it is joined with others."""
@@ -255,7 +277,8 @@ class _Reader:
 
     def _count(self, weight: torch.Tensor | Blocks) -> None:
         kind = f"int{weight.bits}" if isinstance(weight, Blocks) else str(weight.dtype).removeprefix("torch.")
-        self.memory[kind] += weight.nbytes
+        with self._counting:
+            self.memory[kind] += weight.nbytes
 
 
 def _fuse(parts: list[torch.Tensor | Blocks]) -> torch.Tensor | Blocks:

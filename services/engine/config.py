@@ -24,8 +24,13 @@ class EngineSettings(Settings):
     max_model_len: int | None = knob(None, "longest prompt plus output, in tokens; by default the model's own", ge=1)
     max_n: int = knob(16, "choices of one request at most", ge=1, le=1024)
 
-    speculative: Literal["off", "ngram"] = knob("off", "draft tokens for requests that do not say how many they want")
+    speculative: Literal["off", "ngram"] = knob(
+        "ngram", "draft tokens for requests that do not say how many they want; no output changes through them"
+    )
     max_speculative_tokens: int = knob(4, "draft tokens of one request in a step at most", ge=0, le=128)
+    speculative_batch: int = knob(
+        16, "tokens of a step up to which drafts fill it: in so small a step they are nearly free", ge=0
+    )
     ngram_min: int = knob(2, "tokens that must have occurred before, to draft what followed them", ge=1, le=16)
     ngram_max: int = knob(5, "tokens that are compared to find the best such place", ge=1, le=64)
     grammar_threads: int = knob(2, "threads that compile grammars", ge=1, le=64)

@@ -91,11 +91,12 @@ class EngineCore:
         self._deadlines = Deadlines()
 
     def _spare_for_drafts(self) -> tuple[int, int]:
-        """Half of the tokens and all KV blocks per group that are left when each running request takes one."""
-        running = len(self.scheduler.running)
-        blocks = self.kv.available // len(self.config.kv_windows)
-        blocks -= 0 if self.config.output_reserve_blocks else running
-        return (self.config.max_num_batched_tokens - running) // 2, blocks
+        """Half of the tokens, within their limit, and all KV blocks per group that are left once each takes one."""
+        config, running = self.config, len(self.scheduler.running)
+        blocks = self.kv.available // len(config.kv_windows)
+        blocks -= 0 if config.output_reserve_blocks else running
+        tokens = (config.max_num_batched_tokens - running) // 2
+        return (tokens if (limit := config.speculative_batch) is None else min(tokens, limit - running)), blocks
 
     # Taking in
 

@@ -29,6 +29,8 @@ INDEXED_PER_STEP = 256
 """Tokens of one request that one step takes into its index at most; a long prompt takes many steps."""
 STRIDE = 4
 """Tokens from one look for a repetition to the next while there is none: a look costs as much as a plain step."""
+CROWDED_STRIDE = 16
+"""The same where the step has no room for any draft."""
 FIRST_PAUSE, LONGEST_PAUSE = 2, 64
 """Tokens that a request goes on without drafts after some that were of no use."""
 
@@ -51,6 +53,7 @@ class Drafts(Resource):
         self._spare = spare
         self._allowed = allowed
         self._tokens = self._blocks = 0  # that may still go to drafts in this step
+        self._crowded = False
 
     def concerns(self, request: Request) -> bool:
         """The request's own wish goes before the engine's setting, within the engine's limit."""
@@ -59,6 +62,7 @@ class Drafts(Resource):
     def begin(self) -> None:
         """Drafts of the steps before do not count."""
         self._tokens, self._blocks = self._spare()
+        self._crowded = self._tokens <= 0
 
     def clip(self, request: Request, num_tokens: int, budget: int) -> int:
         """Makes a step of one token longer by drafts, or lets it wait for the token that they start from."""
@@ -69,6 +73,9 @@ class Drafts(Resource):
         if in_flight and request.draft:
             return 0
         request.draft = NO_DRAFT
+        if self._crowded and not request.draft_awaited:
+            request.draft_from = len(tokens) + CROWDED_STRIDE
+            return num_tokens
         if request.ngrams is None:
             request.ngrams = NgramIndex(config.ngram_min, request.limit)
         request.ngrams.grow(tokens, INDEXED_PER_STEP)

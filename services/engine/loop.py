@@ -54,6 +54,7 @@ def core_config(settings: EngineSettings, standing: Standing) -> CoreConfig:
         max_preemptions=settings.max_preemptions,
         num_speculative_tokens=settings.max_speculative_tokens if settings.speculative == "ngram" else 0,
         max_speculative_tokens=settings.max_speculative_tokens,
+        speculative_batch=settings.speculative_batch,
         ngram_min=settings.ngram_min,
         ngram_max=settings.ngram_max,
         encoder_budget=settings.encoder_budget,

@@ -286,3 +286,26 @@ def test_drafts_begin_where_a_replay_ended() -> None:
     harness.run()
     assert harness.tokens(1) == full
     assert drafts_of(harness.plans)
+
+
+def test_drafts_fill_a_step_up_to_the_batch_that_is_set() -> None:
+    harness = make_harness(4, speculative_batch=6)
+    for handle in (1, 2, 3):
+        harness.submit(make_spec(handle, REFRAIN, 40))
+    harness.run()
+    for handle in (1, 2, 3):
+        assert harness.tokens(handle) == undisturbed(REFRAIN, 1, 40, refrain=True)
+    drafting = [plan for plan in harness.plans if sum(plan.draft_counts)]
+    assert drafting
+    assert all(sum(plan.draft_counts) <= 6 - 3 for plan in drafting if len(plan.rows) == 3)
+    assert all(sum(plan.num_tokens) <= 6 for plan in drafting if len(plan.new_rows) == 0)
+
+
+def test_a_crowd_looks_nothing_up_until_it_is_smaller() -> None:
+    harness = make_harness(4, speculative_batch=3)
+    for handle, length in ((1, 90), (2, 24), (3, 24)):
+        harness.submit(make_spec(handle, REFRAIN, length))
+    harness.run()
+    assert harness.tokens(1) == undisturbed(REFRAIN, 1, 90, refrain=True)
+    assert {len(plan.rows) for plan in harness.plans if sum(plan.draft_counts)} <= {1, 2}
+    assert harness.core.counters.draft_tokens_accepted > 0

@@ -28,7 +28,14 @@ MOST_BLOCKS = 1 << 22
 _Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\x00-\x1f\x7f]+$")]
 
 
-_NOT_HERE = {"vocab_size", "num_speculative_tokens", "max_speculative_tokens", "ngram_min", "ngram_max"}
+_NOT_HERE = {
+    "vocab_size",
+    "num_speculative_tokens",
+    "max_speculative_tokens",
+    "speculative_batch",
+    "ngram_min",
+    "ngram_max",
+}
 """What depends on the tokens themselves: prompts and outputs have none here, so no drafts either."""
 
 

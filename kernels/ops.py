@@ -89,3 +89,5 @@ class Ops(Generic[V]):
     silu_mul: Callable[[V], V]  # gate_up_T2F
     # of tensors alone
     largest: Callable[[Tensor], tuple[list[int], list[float]]]  # x_NV, float32
+    # seconds spent in compiled kernels so far; 0 where nobody counts
+    spent_s: Callable[[], float]

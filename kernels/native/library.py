@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -123,7 +123,12 @@ class Pool:
         before = _threads()
         self.address: int = library.calls.triptych_pool(threads, spins)
         self._helpers = sorted(_threads() - before)
+        self._spent = library.calls.triptych_spent
         finalize(self, library.calls.triptych_pool_free, self.address)
+
+    def spent_s(self) -> float:
+        """Seconds that callers have been inside C, in programs and selections."""
+        return 1e-9 * float(self._spent(self.address))
 
     def pin(self) -> None:
         """This thread and the helpers keep to one core each, as far as there are cores."""
@@ -260,6 +265,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "triptych_serves": (c_int, (c_int,)),
     "triptych_pool": (c_void_p, (c_int, c_int)),
     "triptych_pool_free": (None, (c_void_p,)),
+    "triptych_spent": (c_uint64, (c_void_p,)),
     "triptych_pages": (c_void_p, (c_int64,)),
     "triptych_pages_free": (None, (c_void_p,)),
     "triptych_packed_bytes": (c_int64, (c_int, c_int64, c_int64)),

@@ -56,6 +56,7 @@ def native_ops(options: NativeOptions, kv_dtype: torch.dtype, head_dim: int) -> 
         rope=rope,
         silu_mul=silu_mul,
         largest=engine.largest,
+        spent_s=pool.spent_s,
     )
 
 

@@ -22,8 +22,12 @@ class Batch:
     row_starts: tuple[int, ...]  # R + 1 offsets into T
     context_lens: tuple[int, ...]  # per row: tokens in KV once this step is written
     block_table_RB: torch.Tensor  # int32
-    logits_at_S: torch.Tensor  # int64, flat positions whose hidden states are turned into logits
+    logits_at_S: torch.Tensor | None  # int64, flat positions whose hidden states are turned into logits; None: all
 
     def rows(self, block_size: int) -> Rows:
         """What attention reads of it."""
         return Rows(self.row_starts, self.context_lens, self.block_table_RB, block_size)
+
+    def sampled(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """The hidden states [S, D] of the positions that give logits."""
+        return hidden_TD if self.logits_at_S is None else hidden_TD[self.logits_at_S]

@@ -29,6 +29,9 @@ class WorkerMetrics:
             buckets=TOKEN_TIME_BUCKETS,
             registry=registry,
         )
+        self._kernel_seconds = Counter(
+            "triptych:worker_kernel_seconds", "Time of steps spent in native kernels.", _LABELS, registry=registry
+        )
         self._steps = Counter(
             "triptych:worker_steps", "Steps by how they went.", (*_LABELS, "status"), registry=registry
         )
@@ -46,6 +49,7 @@ class WorkerMetrics:
         self._by_model = (
             self._step_tokens,
             self._step_seconds,
+            self._kernel_seconds,
             self._steps,
             self._sampled,
             self._bad_rows,
@@ -64,14 +68,16 @@ class WorkerMetrics:
         self._labels = labels
         self._tokens_of_step = self._step_tokens.labels(*labels)
         self._seconds_of_step = self._step_seconds.labels(*labels)
+        self._seconds_of_kernels = self._kernel_seconds.labels(*labels)
         self._sampled_tokens = self._sampled.labels(*labels)
         self._held_rows = self._rows.labels(*labels)
 
-    def step_done(self, tokens: int, seconds: float, sampled: int, rows: int) -> None:
-        """A step ran; `rows` hold a request after it."""
+    def step_done(self, tokens: int, seconds: float, sampled: int, rows: int, kernel_s: float = 0.0) -> None:
+        """A step ran, `kernel_s` of its seconds in native kernels; `rows` hold a request after it."""
         self._steps.labels(*self._labels, "ok").inc()
         self._tokens_of_step.observe(tokens)
         self._seconds_of_step.observe(seconds)
+        self._seconds_of_kernels.inc(kernel_s)
         self._sampled_tokens.inc(sampled)
         self._held_rows.set(rows)
 

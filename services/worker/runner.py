@@ -5,6 +5,8 @@ It decides nothing about what runs, and knows no gRPC.
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -29,6 +31,7 @@ from services.worker.states import Span, States
 from services.worker.step import (
     MASKED,
     NO_WEIGHTS,
+    POOLS,
     PROMPT_LOGPROBS,
     ROW_DROPPED,
     ROW_FAILED,
@@ -158,6 +161,7 @@ class TorchRunner:
     def execute(self, step: StepInput, masks: Callable[[], Masks]) -> StepOutput:
         """Runs one step."""
         model, _ = self._model_of("execute")
+        spent_s = model.ops.spent_s()
         cache, states, sampler = self._rows_of_cache()
         for row in step.freed_rows.tolist():
             states.free(row)
@@ -173,24 +177,26 @@ class TorchRunner:
         results = {row: RowResult(row, _epoch(states.request(row)), ROW_FAILED) for row in bad}
         if not spans:
             return StepOutput(step.step_id, tuple(results.values()))
-        ends = _ends(spans)
-        sampling = [(span, last) for span, last in zip(spans, ends, strict=True) if span.flags & SAMPLES]
-        batch = states.batch(spans, [at for span, last in sampling for at in range(last - span.drafts, last + 1)])
+        wishes = functools.reduce(operator.or_, step.flags.tolist())  # what some row asks for
+        asked = [span for span in spans if span.flags & SAMPLES]
+        batch = states.batch(spans, _sampling_places(spans))
         hidden_TD = model.forward(batch, cache)
-        prompts = list(self._prompt_logprobs(model, states, spans, hidden_TD, results))
+        prompts: list[PromptLogprobs] = []
+        if wishes & PROMPT_LOGPROBS:
+            prompts += self._prompt_logprobs(model, states, spans, hidden_TD, results)
         pooled: list[Pooled] = []
-        for result, vector in self._pooler.pool(states, spans, ends, hidden_TD):
-            results[result.row] = result
-            pooled += [] if vector is None else [vector]
-        if sampling:
-            asked = [span for span, _ in sampling]
-            given = masks() if any(span.flags & MASKED for span in asked) else {}
-            all_sample = len(batch.logits_at_S) == len(hidden_TD)
-            hidden_SD = hidden_TD if all_sample else hidden_TD[batch.logits_at_S]
-            for span, sampled in zip(asked, self._sample(model, asked, hidden_SD, given), strict=True):
-                results.setdefault(span.row, _take(states, span, sampled))
-        ordered = (results[row] for row in step.rows.tolist() if row in results)
-        return StepOutput(step.step_id, tuple(ordered), tuple(prompts), tuple(pooled))
+        if wishes & POOLS or self._pooler.sums:
+            for result, vector in self._pooler.pool(states, spans, _ends(spans), hidden_TD):
+                results[result.row] = result
+                pooled += [] if vector is None else [vector]
+        if asked:
+            given = masks() if wishes & MASKED and any(span.flags & MASKED for span in asked) else {}
+            sampled = self._sample(model, asked, batch.sampled(hidden_TD), given)
+            for span, tokens in zip(asked, sampled, strict=True):
+                if span.row not in results:
+                    results[span.row] = _take(states, span, tokens)
+        ordered = [results[row] for row in step.rows.tolist() if row in results]
+        return StepOutput(step.step_id, tuple(ordered), tuple(prompts), tuple(pooled), model.ops.spent_s() - spent_s)
 
     def _sample(
         self, model: Decoder, spans: list[Span], hidden_SD: torch.Tensor, masks: Masks
@@ -266,15 +272,28 @@ def _ends(spans: list[Span]) -> list[int]:
     return ends
 
 
+def _sampling_places(spans: list[Span]) -> list[int]:
+    """The flat positions that give logits: the last of each span that samples, and those of its drafts."""
+    places: list[int] = []
+    last = 0
+    for span in spans:
+        last += span.end - span.start
+        if span.flags & SAMPLES:
+            places += range(last - 1 - span.drafts, last)
+    return places
+
+
 def _take(states: States, span: Span, sampled: list[Sampled]) -> RowResult:
     """Appends the tokens that count to the row; they are its answer."""
     epoch = _epoch(states.request(span.row))
     if not sampled:
         return RowResult(span.row, epoch, ROW_DROPPED)
     known = states.length(span.row)
-    counted = accept(states.tokens(span.row, span.end)[known:].tolist(), sampled) if span.drafts else sampled
-    if counted[0].token is None or span.end - span.drafts != known:
-        return RowResult(span.row, epoch, counted[0].status or ROW_FAILED)
+    if sampled[0].token is None or span.end - span.drafts != known:
+        return RowResult(span.row, epoch, sampled[0].status or ROW_FAILED)
+    counted = sampled
+    if span.drafts:
+        counted = accept(states.tokens(span.row, span.end)[known:].tolist(), sampled)
     tokens = tuple([result.token for result in counted if result.token is not None])
     states.append(span.row, tokens)
     logprobs = tuple(result.logprobs for result in counted) if counted[0].logprobs else ()

@@ -47,13 +47,13 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(slots=True)
 class _Stream:
-    """One Execute stream: its answers in order, and the error that ends it early."""
+    """One Execute stream."""
 
     incarnation: int
     lease_s: float
     last_frame: float
-    answers: asyncio.Queue[asyncio.Future[worker_pb2.StepResult] | None] = field(default_factory=asyncio.Queue)
-    ended: asyncio.Future[TriptychError] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    answers: asyncio.Queue[worker_pb2.StepResult | Exception | None] = field(default_factory=asyncio.Queue)
+    """What the stream gives: results in the order of the steps, then the error that ends it, or None for the end."""
     masks: MaskInbox[worker_pb2.StepMasks] = field(default_factory=MaskInbox)
     last_step: int = -1
     closed: bool = False  # read on the step thread: what is still queued is not run
@@ -72,9 +72,7 @@ class _Stream:
     def end(self, error: TriptychError) -> None:
         """Ends the stream with this status, without waiting for a step that may be stuck."""
         self.close()
-        if not self.ended.done():
-            self.ended.set_result(error)
-            self.answers.put_nowait(None)
+        self.answers.put_nowait(error)
 
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc]
@@ -239,12 +237,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
         try:
             yield worker_pb2.ExecuteResponse(opened=worker_pb2.ExecuteOpened(worker=self._peer))
             while (answer := await stream.answers.get()) is not None:
-                await asyncio.wait((answer, stream.ended), return_when=asyncio.FIRST_COMPLETED)
-                if stream.ended.done():
-                    break
-                yield worker_pb2.ExecuteResponse(result=answer.result())
-            if stream.ended.done():
-                raise stream.ended.result()
+                if isinstance(answer, Exception):
+                    raise answer
+                yield worker_pb2.ExecuteResponse(result=answer)
         finally:
             stream.close()
             reader.cancel()
@@ -282,7 +277,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
         _log.info("stream closed", incarnation=stream.incarnation)
 
     async def _read(self, stream: _Stream, requests: AsyncIterator[worker_pb2.ExecuteRequest]) -> None:
-        """Hands each step to the step thread; its answer takes its place in the line at once."""
+        """Hands each step to the step thread, which answers in their order."""
         async for request in requests:
             stream.last_frame = time.monotonic()
             kind = request.WhichOneof("frame")
@@ -300,14 +295,14 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
                 stream.end(error)
                 return
         stream.masks.close()
-        stream.answers.put_nowait(None)
+        self._thread.post(lambda: None, stream.answers.put_nowait)
 
     def _take_step(self, stream: _Stream, step: worker_pb2.Step) -> None:
         if step.resync:
             stream.masks.expire(step.step_id)
         masks = stream.masks.expect(step.step_id) if wire.waits_for_masks(step) else None
         self._stepper.expect()
-        stream.answers.put_nowait(self._thread.run(partial(self._answer, stream, step, masks, stream.last_frame)))
+        self._thread.post(partial(self._answer, stream, step, masks, stream.last_frame), stream.answers.put_nowait)
 
     def _answer(
         self, stream: _Stream, step: worker_pb2.Step, masks: Future[worker_pb2.StepMasks] | None, received_s: float

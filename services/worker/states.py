@@ -1,7 +1,8 @@
 """A fixed row for each request: its ids, its KV blocks, its epoch. Adding and freeing touch one row.
 
 The worker appends what it samples to the row's ids, so that the next step, which may have been sent
-already, finds its input there. A step is gathered from the rows into a flat batch without padding:
+already, finds its input there. A step is gathered from the rows into a flat batch without padding; most rows have
+one token each, so that plain numbers in a loop are faster than the dozen calls of numpy that do without one:
 
     row 2  ids  p p p p p o o        computed 4, tokens 3
                         └───┴── input ids, positions 4 5 6, slots block[pos / size] * size + pos % size
@@ -10,18 +11,16 @@ already, finds its input there. A step is gathered from the rows into a flat bat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from services.worker.batch import Batch
 from services.worker.step import CacheShape, Int32, NewRow, StepInput
 
 
-@dataclass(slots=True, frozen=True)
-class Span:
+class Span(NamedTuple):
     """What one row computes in a step: ids at [start, end)."""
 
     row: int
@@ -40,10 +39,12 @@ class States:
         self._block_size = shape.block_size
         self._max_len = length
         self._tokens = np.zeros((rows, length), np.int32)
-        self._lengths = np.zeros(rows, np.int32)
+        self._lengths = [0] * rows
         self._blocks = np.zeros((rows, -(-length // shape.block_size)), np.int32)
-        self._num_blocks = np.zeros(rows, np.int32)
+        self._num_blocks = [0] * rows
         self._requests: dict[int, NewRow] = {}
+        self._counting = np.arange(length, dtype=np.int64)
+        self._flat = np.zeros((3, 0), np.int64)  # ids, positions and slots of a batch
 
     def add(self, new: NewRow) -> None:
         """Puts a request on its row, without blocks."""
@@ -73,11 +74,11 @@ class States:
 
     def length(self, row: int) -> int:
         """How many ids of the row are known."""
-        return int(self._lengths[row])
+        return self._lengths[row]
 
     def append(self, row: int, tokens: Sequence[int]) -> None:
         """Sampled tokens are the row's next ids. At the context's end there is no next step to read them."""
-        length = int(self._lengths[row])
+        length = self._lengths[row]
         for token in tokens[: self._max_len - length]:
             self._tokens[row, length] = token
             length += 1
@@ -87,17 +88,19 @@ class States:
         """Puts drafts behind the known ids of their rows, where sampled tokens take their place."""
         first = 0
         for row, count in zip(step.rows.tolist(), step.draft_counts.tolist(), strict=False):  # none: no counts
-            length = int(self._lengths[row])
+            length = self._lengths[row]
             if count and length + count <= self._max_len:
                 self._tokens[row, length : length + count] = step.draft_ids[first : first + count]
             first += count
 
     def grow(self, step: StepInput) -> None:
         """Gives the rows of a step their new blocks."""
+        if not len(step.block_ids):
+            return
         first = 0
         for row, count in zip(step.rows.tolist(), step.block_counts.tolist(), strict=True):
             if count:
-                held = int(self._num_blocks[row])
+                held = self._num_blocks[row]
                 ids = step.block_ids[first : first + count][: self._blocks.shape[1] - held]
                 self._blocks[row, held : held + len(ids)] = ids
                 self._num_blocks[row] = held + len(ids)
@@ -112,7 +115,7 @@ class States:
         listed = (*(column.tolist() for column in columns), drafts_of)
         for row, start, count, flags, writable, drafts in zip(*listed, strict=True):
             end = start + count
-            length = int(self._lengths[row])
+            length = self._lengths[row]
             known = row in self._requests and (end - drafts == length if drafts else end <= length)
             if known and end <= self._num_blocks[row] * self._block_size:
                 spans.append(Span(row, start, end, flags, writable, drafts))
@@ -121,33 +124,41 @@ class States:
         return spans, bad
 
     def batch(self, spans: Sequence[Span], logits_at: Sequence[int]) -> Batch:
-        """The flat batch of the spans; `logits_at` are flat positions."""
-        rows = np.array([span.row for span in spans], np.int64)
-        starts = np.array([span.start for span in spans], np.int64)
-        ends = np.array([span.end for span in spans], np.int64)
-        writable = np.array([span.first_writable for span in spans], np.int64)
-        if int(ends.sum() - starts.sum()) == len(spans):  # one token each: every column is there already
-            offsets, row_of_T, positions_T = np.arange(len(spans) + 1), rows, starts
-        else:
-            counts = ends - starts
-            offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
-            row_of_T = np.repeat(rows, counts)
-            positions_T = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], counts)
-            writable = np.repeat(writable, counts)
-        blocks_T = self._blocks[row_of_T, positions_T // self._block_size].astype(np.int64)
-        slots_T = blocks_T * self._block_size + positions_T % self._block_size
-        slots_T[positions_T < writable] = -1
-        longest = -(-int(ends.max()) // self._block_size)
+        """The flat batch of the spans; `logits_at` are flat positions. It is good until the next one is made."""
+        total = sum([span.end - span.start for span in spans])
+        if total > self._flat.shape[1]:
+            self._flat = np.zeros((3, 2 * total), np.int64)
+        row_starts, context_lens = [0], []
+        last = 0
+        for span in spans:
+            first, last = last, last + span.end - span.start
+            self._lay(span, first, last)
+            row_starts.append(last)
+            context_lens.append(span.end)
+        longest = -(-max(context_lens) // self._block_size)
+        ids_T, positions_T, slots_T = self._flat[:, :total]
         return Batch(
-            input_ids_T=_tensor(self._tokens[row_of_T, positions_T].astype(np.int64)),
-            positions_T=_tensor(positions_T),
-            slots_T=_tensor(slots_T),
-            row_starts=tuple(offsets.tolist()),
-            context_lens=tuple(ends.tolist()),
-            block_table_RB=torch.from_numpy(self._blocks[rows, :longest]),
-            logits_at_S=_tensor(np.array(logits_at, np.int64)),
+            input_ids_T=torch.from_numpy(ids_T),
+            positions_T=torch.from_numpy(positions_T),
+            slots_T=torch.from_numpy(slots_T),
+            row_starts=tuple(row_starts),
+            context_lens=tuple(context_lens),
+            block_table_RB=torch.from_numpy(self._blocks[[span.row for span in spans], :longest]),
+            logits_at_S=None if len(logits_at) == total else torch.tensor(logits_at, dtype=torch.int64),
         )
 
-
-def _tensor(array: NDArray[np.int64]) -> torch.Tensor:
-    return torch.from_numpy(array)
+    def _lay(self, span: Span, first: int, last: int) -> None:
+        """Writes the ids, positions and slots of a span to [first, last) of the flat batch."""
+        row, start, size = span.row, span.start, self._block_size
+        ids_T, positions_T, slots_T = self._flat
+        if last - first == 1:
+            ids_T[first] = self._tokens[row, start]
+            positions_T[first] = start
+            slots_T[first] = int(self._blocks[row, start // size]) * size + start % size
+        else:
+            ids_T[first:last] = self._tokens[row, start : span.end]
+            positions = positions_T[first:last] = self._counting[start : span.end]
+            slots_T[first:last] = self._blocks[row, positions // size].astype(np.int64) * size + positions % size
+        unwritten = span.first_writable - start
+        if unwritten > 0:
+            slots_T[first : min(last, first + unwritten)] = -1

@@ -126,8 +126,7 @@ class Candidate(NamedTuple):
     rank: int
 
 
-@dataclass(slots=True, frozen=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What one row gave. `logprobs` has one list per token: the sampled one, then the likeliest."""
 
     row: int
@@ -165,6 +164,7 @@ class StepOutput:
     results: tuple[RowResult, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     pooled: tuple[Pooled, ...] = ()
+    kernel_s: float = field(default=0.0, compare=False)  # spent in compiled kernels, where they are counted
 
 
 @dataclass(slots=True, frozen=True)

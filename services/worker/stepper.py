@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from services.worker.step import (
     ROW_FAILED,
     ROW_NO_TOKEN,
     ROW_NOT_FINITE,
+    ROW_OK,
     Masks,
     NewRow,
     RowResult,
@@ -43,15 +44,32 @@ class StepThread:
     """A daemon thread that runs functions in order; a stuck one does not keep the process from ending."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[asyncio.AbstractEventLoop, Callable[[], Any], Callable[[Any], None]] | None]
+        self._queue = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="step", daemon=True)
         self._thread.start()
 
     def run(self, function: Callable[[], _T]) -> asyncio.Future[_T]:
-        """Runs `function` behind all that was asked before; the future belongs to the running loop."""
-        future: Future[_T] = Future()
-        self._queue.put((future, function))
-        return asyncio.wrap_future(future)
+        """Runs `function` behind all that was asked before; the future belongs to the running loop.
+
+        One that is cancelled before its turn is not run.
+        """
+        future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+
+        def settle(outcome: _T | Exception | None) -> None:
+            if future.done():
+                return
+            if isinstance(outcome, Exception):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)  # type: ignore[arg-type]  # None where it was cancelled
+
+        self.post(lambda: None if future.cancelled() else function(), settle)
+        return future
+
+    def post(self, function: Callable[[], _T], done: Callable[[_T | Exception], None]) -> None:
+        """The same without a future: `done` is called in the running loop with the result, or with what was raised."""
+        self._queue.put((asyncio.get_running_loop(), function, done))
 
     def close(self) -> None:
         """Ends the thread once it has run what it was given."""
@@ -59,13 +77,13 @@ class StepThread:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            future, function = item
-            if not future.set_running_or_notify_cancel():
-                continue
+            loop, function, done = item
             try:
-                future.set_result(function())
+                outcome = function()
             except Exception as error:
-                future.set_exception(error)
+                outcome = error
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(done, outcome)
 
 
 @dataclass(slots=True)
@@ -87,6 +105,7 @@ class Stepper:
         self._metrics = metrics
         self._failed = False
         self._held: dict[int, _Held] = {}
+        self._faults = 0  # of the requests held
         self._pending = 0
         self._progress = 0.0
 
@@ -150,6 +169,7 @@ class Stepper:
         for new in step.new_rows:
             self._free(new.row)
             self._held[new.row] = _Held(new, begun)
+            self._faults += new.fault is not None
         sound, faulty = self._split(step)
         output = self._runner.execute(sound, masks)
         if faulty:
@@ -162,7 +182,9 @@ class Stepper:
 
     def _split(self, step: StepInput) -> tuple[StepInput, list[RowResult]]:
         """The step without the rows whose request has a fault, and the results of those."""
-        faulty = [index for index, row in enumerate(step.rows.tolist()) if self._fault(row)]
+        faulty: list[int] = []
+        if self._faults:
+            faulty = [index for index, row in enumerate(step.rows.tolist()) if self._fault(row)]
         new_rows = tuple(new for new in step.new_rows if new.fault is None)
         if not faulty:
             return (step if len(new_rows) == len(step.new_rows) else replace(step, new_rows=new_rows)), []
@@ -177,30 +199,40 @@ class Stepper:
         return held.request.fault if held else None
 
     def _account(self, step: StepInput, output: StepOutput, seconds: float) -> None:
+        computed = 0
         for row, tokens in zip(step.rows.tolist(), step.num_tokens.tolist(), strict=True):
-            if row in self._held:
-                self._held[row].computed += tokens
+            computed += tokens
+            held = self._held.get(row)
+            if held is not None:
+                held.computed += tokens
         sampled = 0
         for result in output.results:
-            sampled += len(result.token_ids)
-            if result.row in self._held:
-                self._held[result.row].sampled += len(result.token_ids)
-            if (reason := _BAD_ROWS.get(result.status)) is not None:
-                self._metrics.row_failed(reason)
-                held = self._held.get(result.row)
-                _log.warning(
-                    "row failed",
-                    row=result.row,
-                    reason=reason,
-                    request_id=held.request.request_id if held else None,
-                    fault=result.fault or self._fault(result.row),
-                )
-        self._metrics.step_done(int(step.num_tokens.sum()), seconds, sampled, len(self._held))
+            held = self._held.get(result.row)
+            if result.status != ROW_OK:
+                self._account_failure(result, held)
+            elif held is not None:
+                sampled += len(result.token_ids)
+                held.sampled += len(result.token_ids)
+        self._metrics.step_done(computed, seconds, sampled, len(self._held), output.kernel_s)
+
+    def _account_failure(self, result: RowResult, held: _Held | None) -> None:
+        reason = _BAD_ROWS.get(result.status)
+        if reason is None:
+            return
+        self._metrics.row_failed(reason)
+        _log.warning(
+            "row failed",
+            row=result.row,
+            reason=reason,
+            request_id=held.request.request_id if held else None,
+            fault=result.fault or self._fault(result.row),
+        )
 
     def _free(self, row: int) -> None:
         held = self._held.pop(row, None)
         if held is None:
             return
+        self._faults -= held.request.fault is not None
         _log.info(
             "row freed",
             request_id=held.request.request_id,

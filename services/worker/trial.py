@@ -41,5 +41,5 @@ def trial_step(model: Decoder, shape: CacheShape, logits_rows: int) -> None:
     total = sum(span.end - span.start for span in spans)
     batch = states.batch(spans, range(max(0, total - logits_rows), total))
     hidden_TD = model.forward(batch, KVCache(model.kv_layout, shape, model.device))
-    logits_NV = model.logits(hidden_TD[batch.logits_at_S])
+    logits_NV = model.logits(batch.sampled(hidden_TD))
     sampler.sample(logits_NV, [Position(spans[index % rows].row, tokens) for index in range(len(logits_NV))])

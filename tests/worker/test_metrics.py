@@ -21,14 +21,14 @@ def test_nothing_is_exported_of_a_model_that_is_not_there() -> None:
     metrics = WorkerMetrics(registry, "w")
     assert series(registry) == {}
     metrics.serve("llama")
-    metrics.step_done(5, 0.1, 2, 1)
+    metrics.step_done(5, 0.1, 2, 1, kernel_s=0.075)
     metrics.memory(1, 2, 3)
     metrics.row_failed("failed")
     assert {names for found in series(registry).values() for names in found} == {"llama"}
     metrics.serve("llama")
-    assert (
-        registry.get_sample_value("triptych:worker_sampled_tokens_total", {"model_name": "llama", "worker": "w"}) == 2
-    )
+    labels = {"model_name": "llama", "worker": "w"}
+    assert registry.get_sample_value("triptych:worker_sampled_tokens_total", labels) == 2
+    assert registry.get_sample_value("triptych:worker_kernel_seconds_total", labels) == 0.075
     metrics.serve("qwen3")
     metrics.step_lost("failed")
     assert {names for found in series(registry).values() for names in found} == {"qwen3"}

@@ -265,3 +265,13 @@ class TestMemory:
     ) -> None:
         runner_of(model_path, logits_rows=7).plan_memory(CacheShape(1, 16, 4, 64, 64), 1 << 24)
         assert logits_at_once == [7]
+
+
+@pytest.mark.parametrize("ops", ["auto", "reference"])
+def test_the_time_inside_native_kernels_is_counted(model_path: str, ops: str) -> None:
+    runner = runner_of(model_path, ops=ops)
+    outputs = [run(runner, step(1, [(0, 0, 5)], [request(0, PROMPT[:5])])), run(runner, step(2, [(0, 5, 1)]))]
+    if runner._model is not None and runner._model.ops.name == "native":
+        assert all(output.kernel_s > 0 for output in outputs)
+    else:
+        assert all(output.kernel_s == 0 for output in outputs)

@@ -56,6 +56,8 @@ class Pool {
     }
     int threads() const { return 1 + int(helpers_.size()); }
 
+    std::atomic<uint64_t> spent{0};  // nanoseconds of calls, kept by who makes them
+
     // Runs work(phase, item, thread) for all items. counts[p]: the items of phase p, at most MOST_PHASES of them.
     // times[p], where asked for, receives the seconds that phase p took: from the end of the one before to the last
     // thread's end. One caller at a time.

@@ -11,6 +11,15 @@ static void each_row(Pool* pool, int64_t rows, const std::function<void(int64_t,
     else for (int64_t row = 0; row < rows; row++) run(row, memory[0]);
 }
 
+// Adds the time of a call to what the pool's callers have spent.
+struct Spent {
+    Pool* const pool;
+    const uint64_t begun = now();
+    ~Spent() {
+        if (pool) pool->spent.fetch_add(now() - begun, std::memory_order_relaxed);
+    }
+};
+
 extern "C" {
 int triptych_width() { return W; }
 int triptych_inputs(int kind) { return inputs_of(Kind(kind)); }
@@ -19,6 +28,8 @@ int triptych_serves(int head_size) { return Program::serves(head_size); }
 
 Pool* triptych_pool(int threads, int spins) { return new Pool(threads, spins); }
 void triptych_pool_free(Pool* pool) { delete pool; }
+// Nanoseconds that callers have spent in programs and selections of this pool.
+uint64_t triptych_spent(const Pool* pool) { return pool->spent.load(std::memory_order_relaxed); }
 
 void* triptych_pages(int64_t bytes) { return pages(size_t(bytes)); }
 void triptych_pages_free(void* at) { std::free(at); }
@@ -39,7 +50,10 @@ Program* triptych_program(const Instruction* list, int count, const Buffer* buff
 }
 void triptych_program_free(Program* program) { delete program; }
 // 0; -1: no memory for so many tokens; -2: a head size or a length of the list that is not served.
-int triptych_run(Program* program, Pool* pool, const Step* step) { return program->run(*pool, *step); }
+int triptych_run(Program* program, Pool* pool, const Step* step) {
+    const Spent spent{pool};
+    return program->run(*pool, *step);
+}
 // Times of instructions are summed from now on (1), or not taken (0).
 void triptych_profile(Program* program, int on) { program->profile(on != 0); }
 // Seconds of each instruction since then.
@@ -47,10 +61,12 @@ void triptych_times(const Program* program, double* seconds) { program->spent(se
 
 // The largest of each row of logits [rows, V], a row `stride` floats behind the other: its number. A NaN is the largest.
 void triptych_largest(Pool* pool, const float* logits, int64_t rows, int64_t V, int64_t stride, int32_t* ids) {
+    const Spent spent{pool};
     each_row(pool, rows, [=](int64_t row, Selection&) { ids[row] = largest_of_row(logits + row * stride, int(V)); });
 }
 // The k largest of each row in falling order, of equals the first: [rows, k], k at most V.
 void triptych_top(Pool* pool, const float* logits, int64_t rows, int64_t V, int64_t stride, int64_t k, int32_t* ids, float* values) {
+    const Spent spent{pool};
     each_row(pool, rows, [=](int64_t row, Selection& memory) {
         memory.top(logits + row * stride, int(V), int(k), ids + row * k, values + row * k);
     });

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -16,8 +15,7 @@ from services.worker.step import Int32, NewRow
 RowT = TypeVar("RowT")
 
 
-@dataclass(slots=True)
-class Position:
+class Position(NamedTuple):
     """One position to be sampled. A row with drafts has several in one step, one behind the other."""
 
     row: int

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,13 +28,15 @@ GREEDY_UP_TO = 1e-4
 """Temperatures up to it are greedy: a token whose logit is 0.001 behind would win once in 20,000 times."""
 
 
-@dataclass(slots=True, frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """What one position gave; `token` is None unless the status is ROW_OK."""
 
     status: int
     token: int | None
     logprobs: tuple[Candidate, ...] = ()
+
+
+_NOT_FINITE = Sampled(ROW_NOT_FINITE, None)
 
 
 class Sampler:
@@ -49,6 +50,8 @@ class Sampler:
     ) -> None:
         self._vocab_size = vocab_size
         self._params: dict[int, SamplingParams] = {}
+        self._greedy: set[int] = set()  # rows whose token is the likeliest of the raw logits
+        self._logprobs: dict[int, int] = {}  # how many of the likeliest a row wants besides its token
         self._largest = largest
         self._drawing = Drawing(vocab_size, device)
         self._features: tuple[Feature[Any], ...] = (
@@ -65,10 +68,16 @@ class Sampler:
         self._params[new.row] = new.sampling
         for feature in self._features:
             feature.add(new)
+        if new.sampling.temperature <= GREEDY_UP_TO and not any(each.edits(new.row) for each in self._features):
+            self._greedy.add(new.row)
+        if new.sampling.logprobs is not None:
+            self._logprobs[new.row] = new.sampling.logprobs
 
     def free(self, row: int) -> None:
         """The row holds no request any more."""
         self._params.pop(row, None)
+        self._greedy.discard(row)
+        self._logprobs.pop(row, None)
         for feature in self._features:
             feature.free(row)
 
@@ -79,23 +88,22 @@ class Sampler:
     def sample(self, logits_NV: torch.Tensor, positions: Sequence[Position]) -> list[Sampled]:
         """One result per position."""
         best, best_values = self._largest(logits_NV)
-        finite = [math.isfinite(value) for value in best_values]
         sampled = [
-            Sampled(ROW_OK, token) if ok else Sampled(ROW_NOT_FINITE, None)
-            for token, ok in zip(best, finite, strict=True)
+            Sampled(ROW_OK, token) if math.isfinite(value) else _NOT_FINITE
+            for token, value in zip(best, best_values, strict=True)
         ]
-        chosen = [index for index, place in enumerate(positions) if finite[index] and not self._plainly_greedy(place)]
+        chosen = [
+            index
+            for index, position in enumerate(positions)
+            if (position.row not in self._greedy or position.mask is not None) and sampled[index] is not _NOT_FINITE
+        ]
         if chosen:
             picked = self._pick(logits_NV[chosen], [positions[index] for index in chosen])
             for index, token in zip(chosen, picked, strict=True):
                 sampled[index] = Sampled(ROW_NO_TOKEN, None) if token is None else Sampled(ROW_OK, token)
-        self._add_logprobs(sampled, logits_NV, positions)
+        if self._logprobs:
+            self._add_logprobs(sampled, logits_NV, positions)
         return sampled
-
-    def _plainly_greedy(self, position: Position) -> bool:
-        if self._params[position.row].temperature > GREEDY_UP_TO or position.mask is not None:
-            return False
-        return not any(feature.edits(position.row) for feature in self._features)
 
     def _pick(self, logits_NV: torch.Tensor, positions: Sequence[Position]) -> list[int | None]:
         """Tokens of positions that need more than an argmax of the raw logits; None where nothing may be sampled."""
@@ -130,11 +138,11 @@ class Sampler:
         asked = [
             (index, result.token, top)
             for index, result in enumerate(sampled)
-            if result.token is not None and (top := self._params[positions[index].row].logprobs) is not None
+            if result.token is not None and (top := self._logprobs.get(positions[index].row)) is not None
         ]
         if asked:
             indices = [index for index, _, _ in asked]
             raw_NV = logits_NV if len(indices) == len(positions) else logits_NV[indices]
             found = candidates(raw_NV, [token for _, token, _ in asked], [top for _, _, top in asked])
             for index, entries in zip(indices, found, strict=True):
-                sampled[index] = replace(sampled[index], logprobs=entries)
+                sampled[index] = sampled[index]._replace(logprobs=entries)

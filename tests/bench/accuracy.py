@@ -81,7 +81,14 @@ class _Candidate:
 
 
 def measure(
-    path: Path, modes: Sequence[str], *, tokens: int = 2048, prompts: int = 8, greedy: int = 64, threads: int = 0
+    path: Path,
+    modes: Sequence[str],
+    *,
+    tokens: int = 2048,
+    window: int = WINDOW,
+    prompts: int = 8,
+    greedy: int = 64,
+    threads: int = 0,
 ) -> dict[str, Figures]:
     """Figures of each mode, and of float32 first. Rounds tokens up to whole windows."""
     torch.set_num_threads(1)  # its threads and those of the native kernels would wait for one another
@@ -89,10 +96,10 @@ def measure(
     loaded = {mode: _load(path, mode, threads) for mode in dict.fromkeys((EXACT, *modes))}
     ids = _text(next(iter(loaded.values()))[1])
     candidates = [_Candidate(_figures(mode, facts, seconds), model) for mode, (model, facts, seconds) in loaded.items()]
-    windows = [ids[FIRST + first : FIRST + first + WINDOW] for first in range(0, tokens, WINDOW)]
-    for window in windows:
-        _compare(candidates, window)
-    positions = len(windows) * (WINDOW - 1)
+    windows = [ids[FIRST + first :][:window] for first in range(0, tokens, window)]
+    for piece in windows:
+        _compare(candidates, piece)
+    positions = len(windows) * (window - 1)
     for candidate in candidates:
         figures = candidate.figures
         figures.kl, figures.top1 = candidate.kl / positions, candidate.same / positions

@@ -8,12 +8,16 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kernels.native import build
 from services.local.cluster import Cluster
 from tests.e2e import oracle
 from tests.e2e.client import Answer, connected, generate, generate_all
 
 LENGTHS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 33, 64, 100, 128, 200, 256, 500, 700, 1000, 2000)
 Prompt = tuple[int, ...]
+NATIVE = {**oracle.EXACT, "ops": "native"}
+"""The exact path, and an error where the native kernels cannot be had."""
+WITHOUT_AVX512 = next(level.name for level in build.levels() if "avx512f" not in level.needs)
 
 
 class Expected:
@@ -47,7 +51,7 @@ def expected(request: pytest.FixtureRequest, demo_gguf: Path) -> Expected:
 
 @pytest.fixture(scope="module")
 def cluster(demo_gguf: Path) -> Iterator[Cluster]:
-    with Cluster(model=demo_gguf, worker=oracle.EXACT) as running:
+    with Cluster(model=demo_gguf, worker=NATIVE) as running:
         yield running
 
 
@@ -82,7 +86,8 @@ async def test_all_at_once_and_again_from_the_prefix_cache(cluster: Cluster, exp
 async def test_preempted(demo_gguf: Path, expected: Expected) -> None:
     """A pool that holds the longest request and little more, with nothing kept back for outputs.
 
-    The two that fill most of it come first, and then short ones that take the rest to the last block.
+    The two that fill most of it come first, and then short ones that take the rest to the last block. AVX-512 is
+    masked off, where there is any.
     """
     order = sorted(range(len(LENGTHS)), key=lambda index: LENGTHS[index] not in {700, 1000})
     engine = {
@@ -90,7 +95,8 @@ async def test_preempted(demo_gguf: Path, expected: Expected) -> None:
         "block_size": 4,
         "output_reserve_blocks": 0,
     }
-    with Cluster(model=demo_gguf, engine=engine, worker=oracle.EXACT) as cluster:
+    worker = {**NATIVE, "isa": WITHOUT_AVX512}
+    with Cluster(model=demo_gguf, engine=engine, worker=worker) as cluster:
         async with connected(cluster.grpc_address) as stub:
             prompts = [expected.prompts[index] for index in order]
             answers = await generate_all(stub, prompts, max_tokens=expected.max_tokens, temperature=0)
@@ -101,9 +107,7 @@ async def test_preempted(demo_gguf: Path, expected: Expected) -> None:
 async def test_step_budget_of_16_tokens(demo_gguf: Path, expected: Expected) -> None:
     """The short form leaves out the longest prompts, each of which takes a step per 16 tokens."""
     prompts = expected.prompts if expected.max_tokens > 16 else expected.prompts[: LENGTHS.index(500) + 1]
-    with Cluster(
-        model=demo_gguf, engine={"max_num_batched_tokens": 16, "max_num_seqs": 16}, worker=oracle.EXACT
-    ) as cluster:
+    with Cluster(model=demo_gguf, engine={"max_num_batched_tokens": 16, "max_num_seqs": 16}, worker=NATIVE) as cluster:
         async with connected(cluster.grpc_address) as stub:
             answers = await generate_all(stub, prompts, max_tokens=expected.max_tokens, temperature=0)
     expected.check(answers)

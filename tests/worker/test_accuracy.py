@@ -20,7 +20,7 @@ def figures(demo_gguf: Path) -> dict[str, accuracy.Figures]:
         build.find()
     except build.Unavailable as error:
         pytest.skip(str(error))
-    return accuracy.measure(demo_gguf, ["own", "float16", "int8"], tokens=512, prompts=0)
+    return accuracy.measure(demo_gguf, ["own", "float16", "int8"], tokens=128, window=128, prompts=0)
 
 
 @pytest.mark.parametrize("mode", ["own", "int8"])

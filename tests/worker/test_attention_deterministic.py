@@ -5,16 +5,27 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.native.ops import NativeOptions
 from services.worker.loading import load_model
 from tests.worker import tiny
 from tests.worker.flat import Sequences
 from tests.worker.test_models import random_ids
 
+MODES: dict[str, dict[str, str]] = {
+    "torch": {"ops": "torch"},
+    "native": {"ops": "native", "dtype": "float32"},
+    "native-int8": {"ops": "native", "quantize": "int8"},
+}
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tiny.save(tiny.make("mistral-window"), tmp_path_factory.mktemp("m"))
-    return load_model(str(folder), deterministic=True)[0]
+
+@pytest.fixture(scope="module", params=MODES)
+def model(request, tmp_path_factory):
+    sizes = {"hidden_size": 96, "intermediate_size": 96, "sliding_window": 20}  # whole groups of 32, heads of 16
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.KINDS, "wide", ("Mistral", sizes))
+        folder = tiny.save(tiny.make("wide"), tmp_path_factory.mktemp("m"))
+    native = NativeOptions(threads=2)
+    return load_model(str(folder), deterministic=True, native=native, **MODES[request.param])[0]
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 SERVE ?=
+BENCH ?=
 ASK ?= Why is the sky blue?
 
-.PHONY: run install stubs native demo check test test-slow bench docs constraints contracts clean help
+.PHONY: run install stubs native demo check test test-slow bench bench-peers docs constraints contracts clean help
 
 run: install  ## Serve the demo model, show one answer, go on until Ctrl-C. SERVE="…" adds options of `triptych serve`.
 	@exec $(BIN)/triptych serve --ask "$(ASK)" $(SERVE)
@@ -50,6 +51,9 @@ test-slow: install  ## What does not fit into that.
 
 bench: install  ## Figures of the demo model on this machine.
 	$(BIN)/python -m tests.bench
+
+bench-peers: install  ## Other servers beside ours, in turn, where they are installed. BENCH="…" adds options.
+	$(BIN)/python -m tests.bench.peers $(BENCH)
 
 docs: install  ## Write docs/settings.md from the settings.
 	$(BIN)/triptych settings > docs/settings.md

@@ -6,11 +6,13 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import aiohttp
+from pydantic import field_validator
 
 from services.cli import load
 from services.cli.figures import Figures, summarize
@@ -43,7 +45,24 @@ class BenchSettings(Settings):
     warm_up: int = knob(2, "short requests per client before the first run, at most 4 clients", ge=0)
     seed: int = knob(1, "equal seeds give equal prompts", ge=0)
     timeout_s: float = knob(300.0, "a request that takes longer has failed", gt=0)
+    extra_body: str = knob("{}", "JSON object put into each request; a field that is null there is left out")
     json_lines: bool = knob(False, "one JSON object per run on standard output")
+
+    @field_validator("extra_body")
+    @classmethod
+    def _is_an_object(cls, text: str) -> str:
+        if not isinstance(json.loads(text), dict):
+            raise ValueError("must be a JSON object")
+        return text
+
+    def extra_fields(self) -> dict[str, Any]:
+        """`extra_body` as it is read."""
+        fields: dict[str, Any] = json.loads(self.extra_body)
+        return fields
+
+
+Report = Callable[[BenchSettings, int, Figures], None]
+"""Is told each run: the settings, its number, its figures."""
 
 
 def main(command: str, argv: Sequence[str]) -> int:
@@ -61,16 +80,22 @@ def main(command: str, argv: Sequence[str]) -> int:
     return 1 if any(figures.failed for figures in runs) else 0
 
 
-async def measure(settings: BenchSettings) -> list[Figures]:
-    """Warms up, then measures and prints each run."""
+async def measure(settings: BenchSettings, report: Report | None = None) -> list[Figures]:
+    """Warms up, then measures and reports each run; prints it where no `report` is given."""
+    report = report or _print
     timeout = aiohttp.ClientTimeout(total=settings.timeout_s)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         model = settings.model or await _first_model(session, settings.base_url)
-        target = load.Target(settings.base_url, model, settings.chat, settings.output_tokens)
+        extra = settings.extra_fields()
+        target = load.Target(settings.base_url, model, settings.chat, settings.output_tokens, extra)
         prompts = await Prompts.load(_tokenizer(settings, session, model))
         await _warm_up(session, settings, target, prompts)
-        return [await _run(session, settings, target, prompts, run) for run in range(settings.runs)]
+        found = []
+        for run in range(settings.runs):
+            found.append(await _run(session, settings, target, prompts, run))
+            report(settings, run, found[-1])
+        return found
 
 
 async def _run(
@@ -81,9 +106,7 @@ async def _run(
     )
     began = time.perf_counter()
     timings = await load.run(session, target, texts, settings.concurrency)
-    figures = summarize(timings, time.perf_counter() - began)
-    _print(settings, run, figures)
-    return figures
+    return summarize(timings, time.perf_counter() - began)
 
 
 async def _warm_up(
@@ -92,7 +115,7 @@ async def _warm_up(
     clients = min(settings.concurrency, _WARM_UP_CLIENTS)
     if not settings.warm_up:
         return
-    short = load.Target(target.base_url, target.model, target.chat, _WARM_UP_OUTPUT)
+    short = replace(target, output_tokens=_WARM_UP_OUTPUT)
     tokens = min(settings.prompt_tokens, _LONGEST_WARM_UP)
     texts = await prompts.make(-1 - settings.seed, settings.warm_up * clients, tokens, 0)
     await load.run(session, short, texts, clients)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -22,6 +22,8 @@ class Target:
     model: str
     chat: bool
     output_tokens: int
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Put into each request in the end; a field that is None there is left out."""
 
     @property
     def path(self) -> str:
@@ -31,7 +33,7 @@ class Target:
     def body(self, prompt: str) -> dict[str, Any]:
         """A greedy request that produces exactly `output_tokens` where the server knows ignore_eos."""
         asked: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
-        return {
+        body = {
             "model": self.model,
             **asked,
             "max_tokens": self.output_tokens,
@@ -40,7 +42,9 @@ class Target:
             "temperature": 0.0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self.extra,
         }
+        return {name: value for name, value in body.items() if value is not None}
 
 
 async def run(session: aiohttp.ClientSession, target: Target, prompts: Sequence[str], clients: int) -> list[Timing]:

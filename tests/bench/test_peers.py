@@ -183,7 +183,7 @@ def test_ours_from_another_checkout(tmp_path: Path) -> None:
 
 def run(server: str, group: str, out: float, ttft: float | None, **other) -> Run:
     figures = dict.fromkeys(report.FIGURES, 1.0) | {"output_tokens_per_s": out, "ttft_p50_ms": ttft, "failed": 0}
-    return Run(server, group, "W1", 0, 2.0, {**figures, **other}, {"engine": 0.5, "worker": 1.0})
+    return Run(server, group, "W1", 0, 2.0, {**figures, **other}, {"worker": 1.0, "engine": 0.5})
 
 
 def test_medians_and_ratios() -> None:
@@ -207,6 +207,11 @@ def test_medians_and_ratios() -> None:
     printed = report.tables(runs, groups, ["W1"])
     assert "| W1  | ours | vllm             | 4.00      |" in printed
     assert "nothing is asked" not in printed
+    assert printed.splitlines()[-3:] == [
+        "|     | ours | worker | engine | client |",
+        "| --- | ---- | ------ | ------ | ------ |",
+        "| W1  | ours | 1.00   | 0.50   | 0.00   |",
+    ]
 
 
 def test_the_machine() -> None:

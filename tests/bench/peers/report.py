@@ -112,6 +112,15 @@ def tables(runs: Sequence[Run], groups: dict[str, str], workloads: Sequence[str]
             [row["workload"], row["server"], row["peer"], *(number(row[name], 2) for name in names)] for row in order
         ]
         parts += ["Ratios of medians, by the best setting of each peer.", table(head, lines)]
+    if ours := by_role(run for run in runs if run.group == OURS and run.workload != IDLE):
+        names = list(dict.fromkeys(name for seconds in ours.values() for name in seconds))
+        lines = [
+            [workload, server, *(number(ours[workload, server].get(name), 2) for name in names)]
+            for workload in workloads
+            for server in groups
+            if (workload, server) in ours
+        ]
+        parts += ["CPU seconds of a workload by role, its warm-up among them.", table(("", "ours", *names), lines)]
     if idle := [run for run in runs if run.workload == IDLE]:
         head = ("server", "idle CPU %", "by role, seconds", "MiB", "answers after s")
         lines = []
@@ -123,6 +132,19 @@ def tables(runs: Sequence[Run], groups: dict[str, str], workloads: Sequence[str]
                 lines.append([server, number(percent, 2), roles(last), last.memory_mib, number(start, 1)])
         parts += ["While nothing is asked; CPU in % of one core.", table(head, lines)]
     return "\n\n".join(parts)
+
+
+def by_role(runs: Iterable[Run]) -> dict[tuple[str, str], dict[str, float]]:
+    """(workload, server) → role → median of its CPU seconds; the client is a role too."""
+    kept: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for run in runs:
+        roles_of = kept.setdefault((run.workload, run.server), {})
+        for name, seconds in {**run.cpu_s, "client": run.client_cpu_s}.items():
+            roles_of.setdefault(name, []).append(seconds)
+    return {
+        key: {name: round(statistics.median(seconds), 2) for name, seconds in roles_of.items()}
+        for key, roles_of in kept.items()
+    }
 
 
 def roles(run: Run) -> str:

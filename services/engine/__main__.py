@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
+import uvloop
 from prometheus_client import CollectorRegistry
 
 from services.common import logs
@@ -28,7 +29,7 @@ from services.engine.standing import Standing
 from services.engine.workers import WorkerGroup
 
 SERVICE = "triptych.v1.EngineService"
-_LOOK_S = 0.2
+_LOOK_S, _STEADY_LOOK_S = 0.1, 0.5  # between looks at readiness; seldom once it is ready, so that idling costs nothing
 _log = Log("engine")
 
 
@@ -97,7 +98,7 @@ class Engine:
                 self._ready = ready
                 await self.server.set_ready(ready)
                 _log.info("ready" if ready else "not ready", missing=self.workers.missing or None)
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_STEADY_LOOK_S if ready else _LOOK_S)
 
     async def drain(self) -> None:
         """Lets live requests finish for the time that the settings give them, and stops serving."""
@@ -157,4 +158,4 @@ async def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main(sys.argv[1:])))
+    sys.exit(uvloop.run(main(sys.argv[1:])))

@@ -25,7 +25,7 @@ from services.gateway.rest.renderer import Renderer
 from services.gateway.router import Router
 from services.gateway.trace import release
 
-_LOOK_S = 0.1
+_LOOK_S, _STEADY_LOOK_S = 0.1, 0.5  # between looks at readiness; seldom once it is ready, so that idling costs nothing
 _log = Log("gateway")
 
 
@@ -91,7 +91,7 @@ class Gateway:
                 await self.server.set_ready(ready)
                 self.metrics.ready.set(ready)
                 _log.info("ready" if ready else "not ready", missing=obstacle)
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_STEADY_LOOK_S if ready else _LOOK_S)
 
     def _scrape(self) -> bytes:
         self.metrics.live.set(self.router.live)

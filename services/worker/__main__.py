@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
+import uvloop
 from prometheus_client import CollectorRegistry
 
 from services.common import logs
@@ -22,6 +23,7 @@ from services.worker.metrics import WorkerMetrics
 from services.worker.service import WorkerService
 from services.worker.step import Runner
 
+_LOOK_S, _STEADY_LOOK_S = 0.1, 0.5  # between looks at readiness; seldom once it is ready, so that idling costs nothing
 _END_S = 0.5  # what is left for the last answers to leave
 _log = logs.Log("worker")
 
@@ -83,7 +85,7 @@ async def _show_readiness(service: WorkerService, server: Server, stall_s: float
             ready, missing = shown = state
             await server.set_ready(ready)
             _log.info("ready" if ready else "not ready", missing=missing or None)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(_STEADY_LOOK_S if state[0] else _LOOK_S)
 
 
 async def main(argv: Sequence[str]) -> int:
@@ -127,4 +129,4 @@ async def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main(sys.argv[1:])))
+    sys.exit(uvloop.run(main(sys.argv[1:])))

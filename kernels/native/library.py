@@ -12,6 +12,7 @@ from ctypes import c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
 from weakref import finalize
 
@@ -45,6 +46,8 @@ CACHES = {torch.float16: 0, torch.float32: 1}
 VECTOR = 16
 """Floats of the widest vector: a bias fills whole ones."""
 _NO_MEMORY = -1
+_ARENA = 64 << 20  # bytes; pages that nobody writes to take no memory
+_ALIGNMENT = 64
 
 
 class View(ctypes.Structure):
@@ -116,6 +119,26 @@ class Pages:
         finalize(self, library.calls.triptych_pages_free, self.address)
 
 
+class Arena:
+    """Weights beside each other on the same pages: alone, each would take whole huge ones. Threads may share it."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._lock = Lock()
+        self._pages: Pages | None = None
+        self._used = 0
+
+    def take(self, size: int) -> tuple[Pages, int]:
+        """An address with room for so many bytes, and the pages that must live as long as they are used."""
+        with self._lock:
+            if self._pages is None or self._used + size > self._pages.size:
+                self._pages, self._used = Pages(self._library, max(size, _ARENA)), 0
+            at = self._used
+            self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
+            assert self._pages.address is not None
+            return self._pages, self._pages.address + at
+
+
 class Pool:
     """The threads that run programs; they end with the object."""
 
@@ -140,26 +163,33 @@ class Pool:
 class PackedWeight:
     """A weight in the layout of this build, and its bias."""
 
-    def __init__(self, library: Library, weight_OI: torch.Tensor | Blocks, bias_O: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        library: Library,
+        weight_OI: torch.Tensor | Blocks,
+        bias_O: torch.Tensor | None = None,
+        arena: Arena | None = None,
+    ) -> None:
         outputs, inputs = weight_OI.shape
         self.kind = library.kind_of(weight_OI)
         self.inputs = library.inputs_of(self.kind)
         self.shape = (outputs, inputs)
-        self.pages = Pages(library, library.calls.triptych_packed_bytes(self.kind, outputs, inputs))
+        self._size: int = library.calls.triptych_packed_bytes(self.kind, outputs, inputs)
+        self.pages, data = (arena or Arena(library)).take(self._size)
         if isinstance(weight_OI, Blocks):
             numbers, scale = weight_OI.numbers_OI.contiguous(), weight_OI.scale_OG.contiguous()
             minimum = scale if weight_OI.minimum_OG is None else weight_OI.minimum_OG.contiguous()
             pointers = (numbers.data_ptr(), scale.data_ptr(), minimum.data_ptr())
-            library.calls.triptych_pack_groups(self.kind, *pointers, outputs, inputs, self.pages.address)
+            library.calls.triptych_pack_groups(self.kind, *pointers, outputs, inputs, data)
         else:
             plain = weight_OI.contiguous()
-            library.calls.triptych_pack_plain(self.kind, plain.data_ptr(), outputs, inputs, self.pages.address)
+            library.calls.triptych_pack_plain(self.kind, plain.data_ptr(), outputs, inputs, data)
         self._bias = None
         if bias_O is not None:
             self._bias = torch.zeros(self.padded_outputs)
             self._bias[:outputs] = bias_O
         bias = None if self._bias is None else self._bias.data_ptr()
-        self._of_c = Weight(self.kind, outputs, inputs, self.pages.address, bias)
+        self._of_c = Weight(self.kind, outputs, inputs, data, bias)
         self.address = ctypes.addressof(self._of_c)
 
     @property
@@ -170,7 +200,7 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes that it takes, with its bias."""
-        return self.pages.size + (0 if self._bias is None else self._bias.nbytes)
+        return self._size + (0 if self._bias is None else self._bias.nbytes)
 
 
 class CompiledProgram:

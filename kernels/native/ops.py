@@ -10,7 +10,7 @@ import torch
 
 from kernels.linear.blocks import Blocks
 from kernels.native.build import Unavailable
-from kernels.native.library import CompiledProgram, Inputs, Library, PackedWeight, Pool, StepOfC, load
+from kernels.native.library import Arena, CompiledProgram, Inputs, Library, PackedWeight, Pool, StepOfC, load
 from kernels.native.program import Line, Listing, Op, Recorder, Symbol
 from kernels.ops import Attention, Ops, Step, StepTensors
 
@@ -36,7 +36,7 @@ def native_ops(options: NativeOptions, kv_dtype: torch.dtype, head_dim: int) -> 
     pool = Pool(library, options.threads, round(options.spin_us * 1000 / _TURN_NS))
     if options.pin:
         pool.pin()
-    engine = _Engine(library, pool, kv_dtype)
+    engine = _Engine(library, pool, kv_dtype, Arena(library))
     return Ops(
         name="native",
         level=library.level,
@@ -167,9 +167,10 @@ class _Engine:
     library: Library
     pool: Pool
     kv_dtype: torch.dtype
+    arena: Arena
 
     def linear(self, weight_OI: torch.Tensor | Blocks, bias_O: torch.Tensor | None = None) -> Linear:
-        return Linear(PackedWeight(self.library, weight_OI, bias_O))
+        return Linear(PackedWeight(self.library, weight_OI, bias_O, self.arena))
 
     def table(self, table_VD: torch.Tensor | Blocks, head: Callable[[Symbol], Symbol] | None) -> Linear:
         """A head of the same weight is the table: it is packed once."""

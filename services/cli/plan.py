@@ -55,7 +55,8 @@ def table(
 ) -> str:
     """One line for each kind of memory, and their sum."""
     rows = list(_rows(loaded, plan, request))
-    rows.append(("total", plan.weight_bytes + plan.step_bytes + plan.kv_cache_bytes, "bytes"))
+    total = plan.weight_bytes + plan.process_bytes + plan.step_bytes + plan.kv_cache_bytes
+    rows.append(("total", total, "bytes"))
     width = max(len(f"{size:,}") for _, size, _ in rows)
     return "\n".join(f"{what:<18} {size:>{width},}  {note}".rstrip() for what, size, note in rows)
 
@@ -67,6 +68,7 @@ def _rows(
         yield f"weights, {weights.type}", weights.bytes, ""
     if not loaded.weights:
         yield "weights", plan.weight_bytes, ""
+    yield "process", plan.process_bytes, "Python and its libraries, as measured"
     yield (
         "largest step",
         plan.step_bytes,

@@ -18,7 +18,7 @@ from services.common.metrics import Scrape
 from services.common.server import Server, tune_interpreter, wait_for_signal
 from services.common.settings import SettingsError
 from services.worker.config import WorkerSettings
-from services.worker.memory import available_bytes
+from services.worker.memory import available_bytes, share_one_heap
 from services.worker.metrics import WorkerMetrics
 from services.worker.service import WorkerService
 from services.worker.step import Runner
@@ -46,6 +46,7 @@ def build_runner(settings: WorkerSettings) -> Runner:
     # Torch's own threads spin for milliseconds at every barrier. Where they share their cores with other
     # processes that costs up to a factor of ten; a bound of about 0.1 ms costs nothing where they do not.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    share_one_heap()
     from services.worker.runner import TorchRunner
 
     return TorchRunner(settings)

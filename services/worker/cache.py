@@ -6,10 +6,11 @@ A block holds `block_size` tokens of every layer under the same number; which re
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from services.common.errors import FailedPrecondition
@@ -52,7 +53,7 @@ class KVCache:
         size = (layout.layers, 2, shape.num_blocks, *block)
         try:
             self.tensor = _zeros(size, layout.dtype, device)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OSError, OverflowError) as error:
             raise FailedPrecondition(
                 f"the KV cache of {shape.num_blocks} blocks, {self.nbytes} bytes, cannot be allocated: {error}",
                 field="num_blocks",
@@ -64,8 +65,10 @@ class KVCache:
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros. On the CPU the system hands the pages out as they are written: torch.zeros would touch them all."""
+    """Zeros. On the CPU the system hands the pages out as they are written, huge ones where it has them."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    raw = np.zeros(math.prod(size) * dtype.itemsize, np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(size)
+    memory = mmap.mmap(-1, math.prod(size) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a system without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(size)

@@ -1,4 +1,4 @@
-"""The memory sum: what weights, the largest step and the KV cache take, and whether it works out."""
+"""The memory sum: what weights, process, the largest step and the KV cache take, and whether it works out."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from services.common.errors import FailedPrecondition
 from services.worker.step import CacheShape, MemoryPlan
 
+_ARENA_MAX = -8  # M_ARENA_MAX of glibc's mallopt
+
 
 def plan_memory(
     shape: CacheShape,
@@ -18,6 +20,7 @@ def plan_memory(
     weight_bytes: int,
     step_bytes: int,
     kv_cache_bytes: int,
+    process_bytes: int = 0,
     windows: Sequence[int | None] = (None,),
 ) -> MemoryPlan:
     """How many blocks `kv_cache_bytes` hold. Raises FailedPrecondition where one request cannot fit.
@@ -27,9 +30,10 @@ def plan_memory(
     bytes_per_block = bytes_per_token * shape.block_size
     num_blocks = max(0, kv_cache_bytes) // bytes_per_block
     needed = sum(_most_blocks(shape, window) for window in windows)
+    total = human(weight_bytes + process_bytes + step_bytes + kv_cache_bytes)
     summary = (
-        f"weights {human(weight_bytes)} + largest step {human(step_bytes)} + KV cache {human(kv_cache_bytes)}"
-        f" = {human(weight_bytes + step_bytes + kv_cache_bytes)}; the cache holds {num_blocks} blocks of"
+        f"weights {human(weight_bytes)} + process {human(process_bytes)} + largest step {human(step_bytes)}"
+        f" + KV cache {human(kv_cache_bytes)} = {total}; the cache holds {num_blocks} blocks of"
         f" {shape.block_size} tokens, {human(bytes_per_block)} each: {num_blocks * shape.block_size} tokens"
     )
     if num_blocks < 1:
@@ -44,7 +48,9 @@ def plan_memory(
             f" Lower the engine's --max-model-len to {num_blocks * shape.block_size} or raise --kv-cache-bytes",
             field="max_model_len",
         )
-    return MemoryPlan(weight_bytes, step_bytes, num_blocks * bytes_per_block, bytes_per_block, num_blocks, summary)
+    return MemoryPlan(
+        weight_bytes, process_bytes, step_bytes, num_blocks * bytes_per_block, bytes_per_block, num_blocks, summary
+    )
 
 
 def _most_blocks(shape: CacheShape, window: int | None) -> int:
@@ -79,14 +85,25 @@ def give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def share_one_heap() -> None:
+    """All threads allocate from one heap from now on: the C library gives back nothing of the others' tops."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
+
+
 def peak_bytes(work: Callable[[], object]) -> int:
     """By how much the process's resident memory grows, at most, while `work` runs."""
     give_back()  # what was freed but not given back would hide some of the growth
     with suppress(OSError):  # and so would the peak of an earlier moment
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-    before = _status("VmRSS")
+    before = resident_bytes()
     work()
     return max(0, _status("VmHWM") - before)
+
+
+def resident_bytes() -> int:
+    """What this process takes now."""
+    return _status("VmRSS")
 
 
 def _status(name: str) -> int:

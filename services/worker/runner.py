@@ -20,7 +20,7 @@ from services.common.logs import Log
 from services.worker.cache import KVCache
 from services.worker.config import WorkerSettings
 from services.worker.loading import load_model
-from services.worker.memory import available_bytes, give_back, human, peak_bytes, plan_memory
+from services.worker.memory import available_bytes, give_back, human, peak_bytes, plan_memory, resident_bytes
 from services.worker.models.decoder import Decoder
 from services.worker.pooling import Pooler
 from services.worker.sampling.feature import Position
@@ -110,6 +110,8 @@ class TorchRunner:
         model, loaded = self._model_of("plan memory")
         if len(loaded.kv_groups) != 1:
             raise InvalidArgument("models with more than one KV group are not supported by this worker")
+        give_back()  # what loading took for a moment
+        process_bytes = max(0, resident_bytes() - loaded.weight_bytes)
         step_bytes = peak_bytes(lambda: trial_step(model.one_layer(), shape, self._settings.logits_rows))
         free = available_bytes()
         wanted = kv_cache_bytes or self._settings.kv_cache_bytes
@@ -126,6 +128,7 @@ class TorchRunner:
             shape,
             loaded.kv_groups[0].bytes_per_token,
             weight_bytes=loaded.weight_bytes,
+            process_bytes=process_bytes,
             step_bytes=step_bytes,
             kv_cache_bytes=wanted,
         )

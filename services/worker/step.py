@@ -192,6 +192,7 @@ class MemoryPlan:
     """The memory sum in bytes; `summary` is the same as one line for a person."""
 
     weight_bytes: int
+    process_bytes: int
     step_bytes: int
     kv_cache_bytes: int
     bytes_per_block: int

@@ -64,6 +64,7 @@ def plan_response(plan: MemoryPlan) -> worker_pb2.PlanMemoryResponse:
     """The memory sum."""
     return worker_pb2.PlanMemoryResponse(
         weight_bytes=plan.weight_bytes,
+        process_bytes=plan.process_bytes,
         step_bytes=plan.step_bytes,
         kv_cache_bytes=plan.kv_cache_bytes,
         bytes_per_block=plan.bytes_per_block,

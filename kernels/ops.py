@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -64,6 +64,39 @@ class Pass(Protocol):
         """What the mathematics gives for the tokens of a step."""
 
 
+class Cut(NamedTuple):
+    """How a token is drawn from one row of logits."""
+
+    row: int
+    best: float  # the row's largest logit, which is finite
+    key: int  # of the noise: 64 bits, signed
+    temperature: float
+    top_k: int  # below the vocabulary size; 0 keeps all
+    top_p: float
+    min_p: float
+
+    @property
+    def cuts(self) -> bool:
+        """Whether any candidate may be dropped."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+class Selection(Protocol):
+    """What is chosen from float32 logits x_NV. services/worker/sampling has it in torch, which is the specification."""
+
+    def largest(self, x_NV: Tensor) -> tuple[list[int], list[float]]:
+        """The place of each row's largest, the first of equals, and its value; a NaN counts as the largest."""
+
+    def top(self, x_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Values and ids of the `count` first of each row: larger ones first, lower ids first among equals."""
+
+    def draw(self, x_NV: Tensor, cuts: Sequence[Cut]) -> list[int]:
+        """One token for each cut."""
+
+    def weigh(self, x_NV: Tensor, tokens: Sequence[int]) -> tuple[list[float], list[int]]:
+        """Each row's log of the sum of exponentials, and 1 + how many logits are larger than its token's."""
+
+
 @dataclass(slots=True, frozen=True)
 class Ops(Generic[V]):
     """One implementation of every op; kernels/<op>/reference.py says what each does."""
@@ -87,7 +120,7 @@ class Ops(Generic[V]):
     rope_cos_sin: Callable[[V, Tensor, float, torch.dtype], tuple[V, V]]  # positions_T, inv_freq_E, scale
     rope: Callable[[V, V, V], V]  # x_TNA, cos_TE, sin_TE
     silu_mul: Callable[[V], V]  # gate_up_T2F
-    # of tensors alone
-    largest: Callable[[Tensor], tuple[list[int], list[float]]]  # x_NV, float32
+    # of tensors alone: what is chosen from logits; None leaves it to torch
+    selection: Selection | None
     # seconds spent in compiled kernels so far; 0 where nobody counts
     spent_s: Callable[[], float]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from ctypes import c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -105,6 +105,20 @@ class StepOfC(ctypes.Structure):
         ("head_size", c_int32),
         ("input", c_void_p),
         ("output", c_void_p),
+    )
+
+
+class CutOfC(ctypes.Structure):
+    """How a token is drawn from one row of logits."""
+
+    _fields_ = (
+        ("key", c_uint64),
+        ("top_p", c_double),
+        ("min_p", c_double),
+        ("temperature", c_float),
+        ("best", c_float),
+        ("top_k", c_int32),
+        ("row", c_int32),
     )
 
 
@@ -308,4 +322,6 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "triptych_times": (None, (c_void_p, c_void_p)),
     "triptych_largest": (None, (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p)),
     "triptych_top": (None, (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p)),
+    "triptych_draw": (None, (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p)),
+    "triptych_weigh": (None, (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p)),
 }

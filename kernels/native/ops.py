@@ -12,6 +12,7 @@ from kernels.linear.blocks import Blocks
 from kernels.native.build import Unavailable
 from kernels.native.library import Arena, CompiledProgram, Inputs, Library, PackedWeight, Pool, StepOfC, load
 from kernels.native.program import Line, Listing, Op, Recorder, Symbol
+from kernels.native.selection import Selection
 from kernels.ops import Attention, Ops, Step, StepTensors
 
 _TURN_NS = 25
@@ -55,7 +56,7 @@ def native_ops(options: NativeOptions, kv_dtype: torch.dtype, head_dim: int) -> 
         rope_cos_sin=rope_cos_sin,
         rope=rope,
         silu_mul=silu_mul,
-        largest=engine.largest,
+        selection=Selection(library, pool),
         spent_s=pool.spent_s,
     )
 
@@ -175,18 +176,6 @@ class _Engine:
     def table(self, table_VD: torch.Tensor | Blocks, head: Callable[[Symbol], Symbol] | None) -> Linear:
         """A head of the same weight is the table: it is packed once."""
         return head if isinstance(head, Linear) else self.linear(table_VD)
-
-    def largest(self, x_NV: torch.Tensor) -> tuple[list[int], list[float]]:
-        rows, width = x_NV.shape
-        if x_NV.stride(1) != 1:
-            x_NV = x_NV.contiguous()
-        ids = (ctypes.c_int32 * rows)()
-        shape = (rows, width, x_NV.stride(0))
-        self.library.calls.triptych_largest(self.pool.address, x_NV.data_ptr(), *shape, ctypes.addressof(ids))
-        places = list(ids)
-        at, stride = x_NV.data_ptr(), x_NV.stride(0)
-        values = [ctypes.c_float.from_address(at + 4 * (row * stride + id)).value for row, id in enumerate(places)]
-        return places, values
 
     def compile(self, mathematics: Callable[[Step[Symbol]], Symbol]) -> Program:
         recorder = Recorder()

@@ -35,8 +35,7 @@ _log = Log("worker.model")
 
 @dataclass(slots=True)
 class _Loading:
-    path: str
-    dtype: str | None
+    wanted: tuple[str, str | None, str | None]  # path, dtype and quantization
     future: asyncio.Future[LoadedModel]
     pause_s: float  # until it is tried again, should it fail
     failed_at: float | None = None
@@ -58,7 +57,7 @@ class _Loading:
             return
         self.failed_at = time.monotonic()
         if str(self.failure) != str(before):
-            _log.error("cannot load the model", model=self.path, error=str(self.failure))
+            _log.error("cannot load the model", model=self.wanted[0], error=str(self.failure))
 
 
 class Lifecycle:
@@ -90,7 +89,7 @@ class Lifecycle:
             if self._loading is not None:
                 failed = self._loading.failure
                 state = f"failed to load: {failed}" if failed else "is being loaded"
-                return f"the model {self._loading.path!r} {state}"
+                return f"the model {self._loading.wanted[0]!r} {state}"
             return "a model: none is set here and no engine has named one"
         if self.shape is None:
             return "the KV cache: no engine has asked for it"
@@ -102,12 +101,12 @@ class Lifecycle:
             raise FailedPrecondition(f"no model is loaded; missing: {self.missing}")
         return self.model
 
-    async def load(self, path: str, dtype: str | None) -> LoadedModel:
-        """Loads a model once; the same again waits for the first, or answers at once.
+    async def load(self, path: str, dtype: str | None, quantization: str | None = None) -> LoadedModel:
+        """Loads a model once; the same again waits for the first, or answers at once. None: as the settings say.
 
         Raises FailedPrecondition with the reason CANNOT_LOAD for what will fail again.
         """
-        loading = self._begin(path, dtype)
+        loading = self._begin((path, dtype, quantization))
         begun = time.monotonic()
         await asyncio.wait((loading.future,))
         if loading.failure is not None:
@@ -127,10 +126,10 @@ class Lifecycle:
             )
         return model
 
-    def _begin(self, path: str, dtype: str | None) -> _Loading:
+    def _begin(self, wanted: tuple[str, str | None, str | None]) -> _Loading:
         """The loading under way, or a new one."""
         before = self._loading
-        if before is not None and (before.path, before.dtype) != (path, dtype):
+        if before is not None and before.wanted != wanted:
             before, self._before_sleep = None, None
         if before is not None and (before.rests or not before.future.done()):
             return before
@@ -140,16 +139,17 @@ class Lifecycle:
             raise FailedPrecondition("a model is loaded and has a KV cache: restart the worker to change it")
         failure = before.failure if before is not None else None
         if failure is None:
-            _log.info("loading", model=path, dtype=dtype)
+            path, dtype, quantization = wanted
+            _log.info("loading", model=path, dtype=dtype, quantization=quantization)
         pause_s = min(before.pause_s * 2, self._retry_s * _LONGEST_PAUSE) if before and failure else self._retry_s
-        loading = _Loading(path, dtype, self._thread.run(partial(self._load, path, dtype)), pause_s)
+        loading = _Loading(wanted, self._thread.run(partial(self._load, *wanted)), pause_s)
         loading.future.add_done_callback(lambda _: loading.note_failure(failure))
         self._loading = loading
         return loading
 
-    def _load(self, path: str, dtype: str | None) -> LoadedModel:
+    def _load(self, path: str, dtype: str | None, quantization: str | None) -> LoadedModel:
         """On the step thread."""
-        model = self._runner.load(path, dtype)
+        model = self._runner.load(path, dtype, quantization)
         self.asleep = min(self.asleep, NO_CACHE)
         return model
 
@@ -207,7 +207,7 @@ class Lifecycle:
             if not self.asleep:
                 return
             if self.asleep == NO_WEIGHTS and self._loading is not None:
-                await self.load(self._loading.path, self._loading.dtype)
+                await self.load(*self._loading.wanted)
             if self._before_sleep is not None:
                 await self._allocate(self._before_sleep)
             self.asleep = AWAKE

@@ -19,12 +19,11 @@ from services.common.errors import FailedPrecondition, InvalidArgument
 from services.common.logs import Log
 from services.worker.cache import KVCache
 from services.worker.config import WorkerSettings
-from services.worker.loading import load_model
+from services.worker.loading import BITS, load_model
 from services.worker.memory import available_bytes, give_back, human, peak_bytes, plan_memory, resident_bytes
 from services.worker.models.decoder import Decoder
 from services.worker.pooling import Pooler
 from services.worker.sampling.feature import Position
-from services.worker.sampling.logprobs import candidates
 from services.worker.sampling.sampler import Sampled, Sampler
 from services.worker.speculative import accept, positions
 from services.worker.states import Span, States
@@ -68,10 +67,17 @@ class TorchRunner:
         self._sampler: Sampler | None = None
         self._pooler = Pooler()
 
-    def load(self, model_path: str, dtype: str | None) -> LoadedModel:
-        """Reads the weights. Threads and niceness are set here because they belong to the thread that steps."""
+    def load(self, model_path: str, dtype: str | None, quantization: str | None = None) -> LoadedModel:
+        """Reads the weights, as the settings say where nothing is asked for.
+
+        Threads and niceness are set here because they belong to the thread that steps.
+        """
         if not model_path:
             raise FailedPrecondition("no model is named, neither by --model nor by the engine", field="model_path")
+        if quantization is not None and quantization not in BITS:
+            raise InvalidArgument(
+                f"quantization must be one of {', '.join(BITS)}, not {quantization!r}", field="quantization"
+            )
         settings = self._settings
         threads = settings.threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(threads)
@@ -84,7 +90,7 @@ class TorchRunner:
                 device=settings.device,
                 ops=settings.ops,
                 deterministic=settings.deterministic,
-                quantize=settings.quantize,
+                quantize=quantization or settings.quantize,
                 native=NativeOptions(settings.isa, threads, settings.spin_us, settings.pin),
             )
         except Unavailable as error:
@@ -139,7 +145,7 @@ class TorchRunner:
         self._cache = None  # the old one goes before the new one comes
         self._cache = KVCache(model.kv_layout, shape, model.device)
         self._states = States(shape)
-        self._sampler = Sampler(loaded.vocab_size, model.device, model.ops.largest)
+        self._sampler = Sampler(loaded.vocab_size, model.device, model.ops.selection)
         self._pooler = Pooler()
 
     def reset(self) -> None:
@@ -250,7 +256,7 @@ class TorchRunner:
                     results[span.row] = RowResult(span.row, request.epoch, ROW_NOT_FINITE)
                     break
                 tops = [request.sampling.prompt_logprobs] * (end - begin)
-                entries += candidates(logits_NV, tokens[begin:end], tops)
+                entries += self._rows_of_cache()[2].candidates(logits_NV, tokens[begin:end], tops)
             else:
                 yield PromptLogprobs(span.row, request.epoch, span.start + 1 if span.start else 0, tuple(entries))
 

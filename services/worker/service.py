@@ -163,15 +163,15 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
 
     async def Load(self, request: worker_pb2.LoadRequest, context: _Context) -> worker_pb2.LoadResponse:
         """Takes the lease for the asking engine and loads. FAILED_PRECONDITION: it will fail again."""
-        if request.HasField("quantization"):
-            raise Unimplemented(
-                "quantization is a setting of this worker (--quantize), not of a request", field="quantization"
-            )
         if request.tensor_size > 1 or request.pipeline_size > 1 or request.HasField("rendezvous"):
             raise Unimplemented("more than one rank is not supported by this worker", field="tensor_size")
         self._take(_incarnation(request.engine))
         model_path = request.model_path if request.HasField("model_path") else self._model_path
-        model = await self._life.load(model_path, request.dtype if request.HasField("dtype") else None)
+        model = await self._life.load(
+            model_path,
+            request.dtype if request.HasField("dtype") else None,
+            request.quantization if request.HasField("quantization") else None,
+        )
         return wire.load_response(model, self._life.created_s)
 
     async def PlanMemory(

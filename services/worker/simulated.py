@@ -16,7 +16,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from services.common.errors import FailedPrecondition
+from services.common.errors import FailedPrecondition, Unimplemented
 from services.common.logs import Log
 from services.worker.memory import plan_memory
 from services.worker.sampling.counter import GOLDEN, draw, key, mix
@@ -100,8 +100,10 @@ class SimulatedRunner:
         """Lets a hung step go on, and none hang any more."""
         self._released.set()
 
-    def load(self, model_path: str, dtype: str | None) -> LoadedModel:
+    def load(self, model_path: str, dtype: str | None, quantization: str | None = None) -> LoadedModel:
         """Takes the text files from a folder, or makes its own where none is named. Again: the script goes on."""
+        if quantization is not None:
+            raise Unimplemented("a simulated worker has no weights: no quantization", field="quantization")
         text = Text(model_path, self._max_model_len)
         if self._script_path and model_path != self._model_path:
             self._script = read_script(self._script_path, text.encode, text.vocab_size)

@@ -222,8 +222,11 @@ class Runner(Protocol):
 
     device: str
 
-    def load(self, model_path: str, dtype: str | None) -> LoadedModel:
-        """Loads the model. Raises InvalidArgument or FailedPrecondition for what it cannot serve."""
+    def load(self, model_path: str, dtype: str | None, quantization: str | None = None) -> LoadedModel:
+        """Loads the model; None means what the settings say.
+
+        Raises InvalidArgument or FailedPrecondition for what it cannot serve.
+        """
 
     def plan_memory(self, shape: CacheShape, kv_cache_bytes: int | None) -> MemoryPlan:
         """Measures the largest step (shape.num_blocks is ignored) and plans the KV cache."""

@@ -28,7 +28,7 @@ def trial_step(model: Decoder, shape: CacheShape, logits_rows: int) -> None:
     shape = replace(shape, num_blocks=1)
     rows = min(shape.max_num_seqs, shape.max_num_batched_tokens)
     states = States(shape)
-    sampler = Sampler(model.config.vocab_size, model.device, model.ops.largest)
+    sampler = Sampler(model.config.vocab_size, model.device, model.ops.selection)
     tokens = np.zeros(shape.max_model_len, np.int32)
     spans: list[Span] = []
     for row in range(rows):

@@ -59,8 +59,9 @@ class Faulty(SimulatedRunner):
         self.errors = list(errors)
         self.loads = 0
 
-    def load(self, model_path: str, dtype: str | None) -> LoadedModel:
+    def load(self, model_path: str, dtype: str | None, quantization: str | None = None) -> LoadedModel:
         self.loads += 1
+        self.asked = (model_path, dtype, quantization)
         if self.errors:
             raise self.errors.pop(0)
         return super().load(model_path, dtype)
@@ -93,6 +94,19 @@ class TestFailedLoad:
         async with serving(runner, tmp_path, retry_s=3600) as worker:
             await refused(load(worker))
             assert (await load(worker, dtype="float16")).model.dtype == "float16"
+
+    async def test_a_quantization_is_part_of_the_question(self, tmp_path: Path) -> None:
+        runner = Faulty(NotFound("no such file"))
+        async with serving(runner, tmp_path, retry_s=3600) as worker:
+            await refused(load(worker, model_path="m"))
+            for _ in range(2):
+                await load(worker, model_path="", dtype="float16", quantization="int8")
+            assert (runner.loads, runner.asked) == (2, ("", "float16", "int8"))
+
+    async def test_who_has_no_weights_refuses_a_quantization(self, tmp_path: Path) -> None:
+        async with serving(simulated(), tmp_path) as worker:
+            told = await refused(load(worker, quantization="int8"))
+            assert (told.field, told.reason) == ("quantization", CANNOT_LOAD)
 
     async def test_one_line_per_reason(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

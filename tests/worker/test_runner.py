@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.errors import FailedPrecondition
+from services.common.errors import FailedPrecondition, InvalidArgument
 from services.worker.config import WorkerSettings
 from services.worker.models.decoder import Decoder
 from services.worker.runner import TorchRunner
@@ -275,3 +275,16 @@ def test_the_time_inside_native_kernels_is_counted(model_path: str, ops: str) ->
         assert all(output.kernel_s > 0 for output in outputs)
     else:
         assert all(output.kernel_s == 0 for output in outputs)
+
+
+def test_a_quantization_that_is_asked_for_is_what_the_setting_would_be(model_path: str) -> None:
+    settings = {"threads": 1, "ops": "auto"}
+    asked = TorchRunner(WorkerSettings.build(**settings)).load(model_path, None, "int8")
+    set_so = TorchRunner(WorkerSettings.build(**settings, quantize="int8")).load(model_path, None)
+    undone = TorchRunner(WorkerSettings.build(**settings, quantize="int8")).load(model_path, None, "none")
+    plain = TorchRunner(WorkerSettings.build(**settings)).load(model_path, None)
+    assert asked.weight_memory == set_so.weight_memory
+    assert undone.weight_memory == plain.weight_memory
+    with pytest.raises(InvalidArgument, match="int3") as caught:
+        TorchRunner(WorkerSettings.build(**settings)).load(model_path, None, "int3")
+    assert caught.value.field == "quantization"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Sequence
@@ -11,6 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.native.build import Unavailable
+from kernels.native.library import Pool, load
+from kernels.native.selection import Selection as NativeSelection
+from kernels.ops import Cut, Selection
+from services.worker.sampling.counter import key, signed
+from services.worker.sampling.draw import Drawing
 from services.worker.sampling.feature import Position
 from services.worker.sampling.order import largest
 from services.worker.sampling.sampler import Sampled, Sampler
@@ -19,6 +26,20 @@ from tests.worker.columns import ints, request
 from tests.worker.reference_sampler import reference
 
 CPU = torch.device("cpu")
+
+
+@functools.cache
+def native() -> Selection:
+    """Skips a test where there are no native kernels."""
+    try:
+        library = load("auto")
+    except Unavailable as error:
+        pytest.skip(str(error))
+    return NativeSelection(library, Pool(library, 2, 100))
+
+
+def chosen_by(name: str, vocab: int) -> Selection:
+    return native() if name == "native" else Drawing(vocab, CPU)
 
 
 def at(rows: Sequence[int], tokens: Sequence[Int32]) -> list[Position]:
@@ -71,12 +92,13 @@ def random_params(rng: random.Random, vocab: int) -> dict[str, Any]:
     return params
 
 
+@pytest.mark.parametrize("selection", ["torch", "native"])
 @pytest.mark.parametrize(
     ("vocab", "cases", "spread"), [(24, 400, 4.0), (700, 40, 4.0), (700, 20, 0.25), (6000, 12, 0.25)]
 )
-def test_equals_the_plain_reference(vocab: int, cases: int, spread: float) -> None:
+def test_equals_the_plain_reference(vocab: int, cases: int, spread: float, selection: str) -> None:
     rng = random.Random(vocab + cases)
-    sampler = Sampler(vocab, CPU)
+    sampler = Sampler(vocab, CPU, chosen_by(selection, vocab))
     wanted, logits, tokens = [], [], []
     for row in range(cases):
         prompt_len = rng.randint(1, 8)
@@ -92,13 +114,14 @@ def test_equals_the_plain_reference(vocab: int, cases: int, spread: float) -> No
     assert {result.status for result in results} <= {ROW_OK, ROW_NO_TOKEN}
 
 
-def test_looking_at_survivors_draws_what_looking_at_all_draws() -> None:
+@pytest.mark.parametrize("selection", ["torch", "native"])
+def test_looking_at_survivors_draws_what_looking_at_all_draws(selection: str) -> None:
     """A cutoff that keeps everything changes the path, and not the token."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(64, 5000, generator=generator) * 3
     drawn = []
     for cutoff in ({}, {"top_k": 4999}, {"min_p": 1e-9}, {"top_p": 1 - 1e-9}):
-        sampler = Sampler(5000, CPU)
+        sampler = Sampler(5000, CPU, chosen_by(selection, 5000))
         for row in range(64):
             sampler.add(request(row, [0] * (row + 1), seed=row, **cutoff))
         drawn.append(sampler.sample(logits.clone(), at(list(range(64)), [ints(*[0] * (row + 1)) for row in range(64)])))
@@ -156,6 +179,34 @@ def test_largest_of_many_equals() -> None:
         expected = [sorted(range(300), key=lambda token, row=row: (-row[token], token))[:count] for row in x.tolist()]
         assert ids.tolist() == expected
         assert torch.equal(values, x.gather(1, ids))
+
+
+@pytest.mark.parametrize("spread", [0.5, 3.0])
+def test_native_selection_is_the_one_in_torch(spread: float) -> None:
+    """With cutoffs that few, many or all survive: some rows are decided among 4,096, some among all."""
+    vocab, rows = 9_000, 5
+    generator = torch.Generator().manual_seed(7)
+    logits = torch.randn(rows, vocab, generator=generator) * spread
+    logits[3] = logits[3].round()
+    logits[4, 100:] = -torch.inf
+    plain = Drawing(vocab, CPU)
+    best = plain.largest(logits)
+    assert native().largest(logits) == best
+    for temperature, top_k, top_p, min_p in (
+        (1.0, 0, 1.0, 0.0), (0.7, 50, 0.95, 0.0), (1.3, 0, 0.9, 0.0), (1.0, 0, 0.999999, 0.0), (1.0, 3000, 0.99, 0.0),
+        (1.0, 0, 1.0, 0.01), (2.0, 8_999, 0.5, 1e-6), (0.7, 0, 0.999, 1e-4),
+    ):  # fmt: skip
+        cuts = [
+            Cut(row, best[1][row], signed(key(row, 5)), temperature, top_k, top_p, min_p)
+            for row in reversed(range(rows))
+        ]
+        assert native().draw(logits, cuts) == plain.draw(logits, cuts)
+    tokens = [row * 1000 for row in range(rows)]
+    (totals, ranks), (plain_totals, plain_ranks) = native().weigh(logits, tokens), plain.weigh(logits, tokens)
+    assert ranks == plain_ranks
+    assert totals == pytest.approx(plain_totals, abs=2e-6)
+    for given, wanted in zip(native().top(logits, 20), plain.top(logits, 20), strict=True):
+        assert given.tolist() == wanted.tolist()
 
 
 def test_tiny_temperature_and_top_p_are_greedy() -> None:

@@ -125,7 +125,6 @@ class TestLifecycle:
     async def test_what_is_not_built_is_refused_by_name(self, worker: Worker) -> None:
         calls = {
             "Profile": worker.stub.Profile(worker_pb2.WorkerServiceProfileRequest(start=True)),
-            "quantization": worker.stub.Load(worker_pb2.LoadRequest(engine=peer(5), quantization="int8")),
             "rank": worker.stub.Load(worker_pb2.LoadRequest(engine=peer(5), tensor_size=2)),
         }
         for name, call in calls.items():
@@ -159,9 +158,9 @@ class _Gate(SimulatedRunner):
         super().__init__("", Cost(), SHAPE.max_model_len)
         self.open = threading.Event()
 
-    def load(self, model_path: str, dtype: str | None) -> LoadedModel:
+    def load(self, model_path: str, dtype: str | None, quantization: str | None = None) -> LoadedModel:
         self.open.wait()
-        return super().load(model_path, dtype)
+        return super().load(model_path, dtype, quantization)
 
 
 class TestSteps:

@@ -1,15 +1,16 @@
 // The interface to C. Structures stand in formats.h (Weight) and program.h (Instruction, Buffer, Step).
+#include "draw.h"
 #include "program.h"
 
 #include <functional>
 
 // run(row) for all rows, by the pool where there is one.
-static void each_row(Pool* pool, int64_t rows, const std::function<void(int64_t, Selection&)>& run) {
+static void each_row(Pool* pool, int64_t rows, const std::function<void(int64_t)>& run) {
     if (rows <= 0) return;
-    std::vector<Selection> memory(pool ? pool->threads() : 1);
-    if (pool) pool->run({uint32_t(rows)}, [&](uint32_t, uint32_t row, int thread) { run(row, memory[thread]); });
-    else for (int64_t row = 0; row < rows; row++) run(row, memory[0]);
+    if (pool) pool->run({uint32_t(rows)}, [&](uint32_t, uint32_t row, int) { run(row); });
+    else for (int64_t row = 0; row < rows; row++) run(row);
 }
+static thread_local Drawing memory;
 
 // Adds the time of a call to what the pool's callers have spent.
 struct Spent {
@@ -62,13 +63,27 @@ void triptych_times(const Program* program, double* seconds) { program->spent(se
 // The largest of each row of logits [rows, V], a row `stride` floats behind the other: its number. A NaN is the largest.
 void triptych_largest(Pool* pool, const float* logits, int64_t rows, int64_t V, int64_t stride, int32_t* ids) {
     const Spent spent{pool};
-    each_row(pool, rows, [=](int64_t row, Selection&) { ids[row] = largest_of_row(logits + row * stride, int(V)); });
+    each_row(pool, rows, [=](int64_t row) { ids[row] = largest_of_row(logits + row * stride, int(V)); });
 }
 // The k largest of each row in falling order, of equals the first: [rows, k], k at most V.
 void triptych_top(Pool* pool, const float* logits, int64_t rows, int64_t V, int64_t stride, int64_t k, int32_t* ids, float* values) {
     const Spent spent{pool};
-    each_row(pool, rows, [=](int64_t row, Selection& memory) {
-        memory.top(logits + row * stride, int(V), int(k), ids + row * k, values + row * k);
+    each_row(pool, rows, [=](int64_t row) {
+        memory.selection.top(logits + row * stride, int(V), int(k), ids + row * k, values + row * k);
+    });
+}
+// A token for each of `count` cuts, drawn from the row that it names.
+void triptych_draw(Pool* pool, const float* logits, int64_t V, int64_t stride, int64_t count, const Cut* cuts, int32_t* ids) {
+    const Spent spent{pool};
+    each_row(pool, count, [=](int64_t at) { ids[at] = memory.draw(logits + cuts[at].row * stride, int(V), cuts[at]); });
+}
+// Of each row, the logarithm of the sum of exponentials, and the rank of one of its tokens.
+void triptych_weigh(Pool* pool, const float* logits, int64_t rows, int64_t V, int64_t stride, const int32_t* ids, float* totals, int32_t* ranks) {
+    const Spent spent{pool};
+    each_row(pool, rows, [=](int64_t row) {
+        const float* x = logits + row * stride;
+        totals[row] = log_sum_exp(x, int(V));
+        ranks[row] = rank_of(x[ids[row]], x, int(V));
     });
 }
 }

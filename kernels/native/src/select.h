@@ -32,6 +32,15 @@ static int32_t largest_key(const float* x, int n) {
     return key;
 }
 
+// Its value; a NaN is the largest.
+static float largest_value(const float* x, int n) {
+    int32_t key = largest_key(x, n);
+    key = key ^ ((key >> 31) & 0x7fffffff);  // bits again
+    float value;
+    std::memcpy(&value, &key, 4);
+    return value;
+}
+
 // The first of the largest.
 static int32_t largest_of_row(const float* x, int V) {
     constexpr int part = 1024;

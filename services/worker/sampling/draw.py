@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from kernels.largest import reference as largest_reference
+from kernels.ops import Cut
 from services.worker.sampling.noise import counters, gumbel, nearly
 from services.worker.sampling.order import largest
 
@@ -24,33 +25,32 @@ _ROUGH = 0.125  # more than twice what rough noise may be off
 _TILE = 1 << 17  # elements of rough noise at once: few enough to stay in the cache
 
 
-@dataclass(slots=True, frozen=True)
-class Cut:
-    """How the candidates of a row are cut; `key` names its noise."""
-
-    key: int
-    temperature: float
-    top_k: int  # below the vocabulary size; 0 keeps all
-    top_p: float
-    min_p: float
-
-    @property
-    def cuts(self) -> bool:
-        """Whether any candidate may be dropped."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-
 class Drawing:
-    """Draws tokens. Holds nothing but tables."""
+    """What is chosen from logits, in torch (kernels.ops.Selection). Holds nothing but tables."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._device = device
         self._vocab_size = vocab_size
         self._counters_V = counters(torch.arange(vocab_size, device=device))
 
-    def draw(self, logits_NV: torch.Tensor, best_N1: torch.Tensor, cuts: Sequence[Cut]) -> list[int]:
-        """One token per row. Overwrites the logits with the scaled ones."""
-        scaled_NV = logits_NV.sub_(best_N1).div_(self._column([cut.temperature for cut in cuts], logits_NV.dtype))
+    def largest(self, x_NV: torch.Tensor) -> tuple[list[int], list[float]]:
+        """The first of the largest of each row, and its value."""
+        return largest_reference.largest(x_NV)
+
+    def top(self, x_NV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and ids of the `count` first of each row."""
+        return largest(x_NV, count)
+
+    def weigh(self, x_NV: torch.Tensor, tokens: Sequence[int]) -> tuple[list[float], list[int]]:
+        """Each row's log of the sum of exponentials, and its token's rank."""
+        chosen_N1 = x_NV.gather(-1, torch.tensor(tokens, dtype=torch.int64, device=self._device).unsqueeze(-1))
+        return torch.logsumexp(x_NV, -1).tolist(), ((x_NV > chosen_N1).sum(-1) + 1).tolist()
+
+    def draw(self, x_NV: torch.Tensor, cuts: Sequence[Cut]) -> list[int]:
+        """One token for each cut."""
+        rows_NV = x_NV[[cut.row for cut in cuts]]
+        best_N1 = self._column([cut.best for cut in cuts], x_NV.dtype)
+        scaled_NV = rows_NV.sub_(best_N1).div_(self._column([cut.temperature for cut in cuts], x_NV.dtype))
         tokens = [0] * len(cuts)
         for among, wanted in ((self._among_head, True), (self._among_all, False)):
             some = [index for index, cut in enumerate(cuts) if cut.cuts is wanted]

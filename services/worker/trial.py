@@ -21,6 +21,9 @@ from services.worker.step import SAMPLES, CacheShape, NewRow, SamplingParams
 
 _PARAMS = SamplingParams(seed=0, temperature=1.0, top_p=0.9, repetition_penalty=1.1, frequency_penalty=0.1, logprobs=20)
 
+_FLAT = 16
+"""Rows, of those that are sampled, in which every token is as likely as the others."""
+
 
 @torch.inference_mode()
 def trial_step(model: Decoder, shape: CacheShape, logits_rows: int) -> None:
@@ -42,4 +45,5 @@ def trial_step(model: Decoder, shape: CacheShape, logits_rows: int) -> None:
     batch = states.batch(spans, range(max(0, total - logits_rows), total))
     hidden_TD = model.forward(batch, KVCache(model.kv_layout, shape, model.device))
     logits_NV = model.logits(batch.sampled(hidden_TD))
+    logits_NV[:_FLAT].zero_()  # the most that cutoffs can take, whatever the model says: all tokens are looked at
     sampler.sample(logits_NV, [Position(spans[index % rows].row, tokens) for index in range(len(logits_NV))])

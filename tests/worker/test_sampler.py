@@ -96,7 +96,10 @@ def random_params(rng: random.Random, vocab: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("vocab", "cases", "spread"), [(24, 400, 4.0), (700, 40, 4.0), (700, 20, 0.25), (6000, 12, 0.25)]
 )
-def test_equals_the_plain_reference(vocab: int, cases: int, spread: float, selection: str) -> None:
+def test_equals_the_plain_reference(
+    vocab: int, cases: int, spread: float, selection: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.worker.sampling.draw._AT_ONCE", 3 * vocab)  # several pieces
     rng = random.Random(vocab + cases)
     sampler = Sampler(vocab, CPU, chosen_by(selection, vocab))
     wanted, logits, tokens = [], [], []

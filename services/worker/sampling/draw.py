@@ -22,6 +22,7 @@ from services.worker.sampling.order import largest
 
 _HEADS = (256, 4096)  # likeliest tokens that are looked at first, and then
 _ROUGH = 0.125  # more than twice what rough noise may be off
+_AT_ONCE = 1 << 19  # logits of rows that are not settled at once, and are looked at again: some 60 bytes each
 _TILE = 1 << 17  # elements of rough noise at once: few enough to stay in the cache
 
 
@@ -83,17 +84,22 @@ class Drawing:
         tokens = [0] * len(cuts)
         mass_N1 = self._mass(scaled_NV, cuts)
         left = list(range(len(cuts)))
+        most = len(left)
         for head in self._heads(cuts):
-            some = [cuts[index] for index in left]
-            rows_NV, mass_L1 = (scaled_NV, mass_N1) if len(left) == len(cuts) else (scaled_NV[left], mass_N1[left])
-            values_NK, ids_NK = largest(rows_NV, head)
-            kept_N, settled_N = self._survivors(values_NK, mass_L1, some)
-            width = int(kept_N.max())
-            drawn = self._best(self._first(values_NK, kept_N, width), ids_NK[:, :width], some)
-            settled = settled_N.tolist()
-            for index, token in zip(left, drawn, strict=True):
-                tokens[index] = token  # of a row that is not settled, until the next round
-            left = [index for index, done in zip(left, settled, strict=True) if not done]
+            unsettled: list[int] = []
+            for first in range(0, len(left), most):
+                part = left[first : first + most]
+                some = [cuts[index] for index in part]
+                rows_NV, mass_L1 = (scaled_NV, mass_N1) if len(part) == len(cuts) else (scaled_NV[part], mass_N1[part])
+                values_NK, ids_NK = largest(rows_NV, head)
+                kept_N, settled_N = self._survivors(values_NK, mass_L1, some)
+                width = int(kept_N.max())
+                drawn = self._best(self._first(values_NK, kept_N, width), ids_NK[:, :width], some)
+                for index, token, done in zip(part, drawn, settled_N.tolist(), strict=True):
+                    tokens[index] = token  # of a row that is not settled, until the next round
+                    if not done:
+                        unsettled.append(index)
+            left, most = unsettled, max(1, _AT_ONCE // self._vocab_size)
             if not left:
                 break
         return tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from kernels.native.ops import NativeOptions
 from services.worker.loading import load_model
 from services.worker.memory import available_bytes, give_back, human, peak_bytes, resident_bytes
+from services.worker.step import CacheShape
+from services.worker.trial import trial_step
 
 
 @pytest.mark.parametrize(
@@ -31,11 +34,13 @@ def test_something_is_available() -> None:
     assert available_bytes() > 0
 
 
-def test_weights_take_what_is_counted(demo_gguf: Path) -> None:
-    """Where each began on huge pages of its own it would be three times as much."""
-    load_model(str(demo_gguf), ops="native", native=NativeOptions(threads=2))  # and lets go: libraries stay
+def test_weights_and_the_largest_step_take_what_is_planned(demo_gguf: Path) -> None:
+    """Weights on huge pages of their own would take three times as much; a step is planned by one layer of 30."""
     give_back()
     before = resident_bytes()
     model, _ = load_model(str(demo_gguf), ops="native", native=NativeOptions(threads=2))
     give_back()
     assert 0.9 * model.weight_bytes < resident_bytes() - before < 1.6 * model.weight_bytes
+    shape = CacheShape(num_blocks=1, block_size=16, max_num_seqs=16, max_model_len=256, max_num_batched_tokens=256)
+    planned, taken = (peak_bytes(partial(trial_step, which, shape, 64)) for which in (model.one_layer(), model))
+    assert taken == pytest.approx(planned, abs=8 << 20)

@@ -67,8 +67,8 @@ def product(library: c.Library, weight: c.PackedWeight, x_TI: torch.Tensor, thre
     return run_rows(library, x_TI.contiguous(), lines, buffers, outputs, threads)
 
 
-def attend(library: c.Library, case: Case, window: int | None, scale: float, threads: int = 2) -> torch.Tensor:
-    """Attention of the case, whose keys and values are first written to a native cache full of NaN."""
+def written(library: c.Library, case: Case) -> torch.Tensor:
+    """A native cache full of NaN, to which the case's keys and values were written."""
     blocks, size, kv_heads, width = case.k_cache.shape
     cache = torch.full((1, 2, blocks, kv_heads, size, width), torch.nan, dtype=torch.float16)
     known = torch.arange(blocks * size)
@@ -76,12 +76,23 @@ def attend(library: c.Library, case: Case, window: int | None, scale: float, thr
     kv = torch.cat([case.k_cache.reshape(blocks * size, -1)[known], case.v_cache.reshape(blocks * size, -1)[known]], -1)
     k, v = c.View(0, 0, kv_heads * width), c.View(0, kv_heads * width, kv_heads * width)
     write = [instruction(Op.TAKE, y=c.View(0, 0, kv.shape[1])), instruction(Op.KV_WRITE, x=k, z=v)]
-    shape = {"cache": cache.data_ptr(), "cache_layer": cache.stride(0), "block_size": size, "kv_heads": kv_heads}
     program = c.CompiledProgram(library, write, [c.Buffer(kv.shape[1], 0)])
-    step = c.StepOfC(tokens=len(kv), slots=known.data_ptr(), input=kv.data_ptr(), head_size=width, **shape)
-    program.run(pool(library, threads), step)
+    step = c.StepOfC(tokens=len(kv), slots=known.data_ptr(), input=kv.data_ptr(), **_shape(case, cache))
+    program.run(pool(library), step)
+    return cache
 
-    tokens, heads, _ = case.q.shape
+
+def attend(
+    library: c.Library,
+    case: Case,
+    window: int | None,
+    scale: float,
+    threads: int = 2,
+    cache: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of the case, whose keys and values are in the cache, or are first written to one."""
+    cache = written(library, case) if cache is None else cache
+    tokens, heads, width = case.q.shape
     q, out = case.q.reshape(tokens, -1).contiguous(), torch.full((tokens, heads * width), torch.nan)
     whole, result = c.View(0, 0, heads * width), c.View(OUTPUT, 0, heads * width)
     lines = [
@@ -98,10 +109,15 @@ def attend(library: c.Library, case: Case, window: int | None, scale: float, thr
         row_starts=starts.data_ptr(),
         contexts=contexts.data_ptr(),
         blocks=table.data_ptr(),
-        head_size=width,
         input=q.data_ptr(),
         output=out.data_ptr(),
-        **shape,
+        **_shape(case, cache),
     )
     c.CompiledProgram(library, lines, [c.Buffer(heads * width, 0)]).run(pool(library, threads), step)
     return out.view(tokens, heads, width)
+
+
+def _shape(case: Case, cache: torch.Tensor) -> dict[str, int]:
+    _, size, kv_heads, width = case.k_cache.shape
+    places = {"cache": cache.data_ptr(), "cache_layer": cache.stride(0)}
+    return {**places, "block_size": size, "kv_heads": kv_heads, "head_size": width}

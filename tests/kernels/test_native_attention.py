@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kernels.attention import reference
-from tests.kernels.native import LEVELS, attend, load
+from kernels.attention.rows import Rows
+from tests.kernels.native import LEVELS, attend, load, written
 from tests.kernels.paged import Case, make_case
 from tests.kernels.test_attention import SPANS, dense_attention
 
@@ -49,18 +52,26 @@ def test_keys_that_left_every_window_are_not_read(level, block_size):
 
 
 @pytest.mark.parametrize(
-    ("shape", "window", "block_size"),
-    [((9, 3, 64), None, 16), ((9, 3, 64), 50, 16), ((4, 4, 32), None, 7), ((40, 2, 32), 50, 32), ((7, 1, 16), 50, 4)],
+    ("shape", "window", "block_size", "length"),
+    [
+        ((9, 3, 64), None, 16, 150),
+        ((9, 3, 64), 50, 16, 150),
+        ((4, 4, 32), None, 7, 150),
+        ((40, 2, 32), 50, 32, 150),
+        ((7, 1, 16), 50, 4, 150),
+        ((9, 3, 64), None, 64, 600),
+        ((8, 1, 32), 300, 24, 600),
+    ],
 )
-def test_queries_are_bit_equal_however_they_are_cut(shape, window, block_size):
-    """One row of 150 tokens, whole, against the same row cut anywhere, beside strangers."""
+def test_queries_are_bit_equal_however_they_are_cut(shape, window, block_size, length):
+    """One row, whole, against the same row cut anywhere, beside strangers; a long one has segments."""
     library = load("auto")
     heads, kv_heads, size = shape
     options = {"heads": heads, "kv_heads": kv_heads, "size": size, "block_size": block_size}
-    whole = halves(make_case([(0, 150)], **options))
+    whole = halves(make_case([(0, length)], **options))
     expected = attend(library, whole, window, 0.3)
     keys, values = whole.dense[0]
-    cuts = ((149, 1), (0, 1), (64, 1), (70, 80), (1, 7), (128, 22), (0, 149))
+    cuts = ((length - 1, 1), (0, 1), (64, 1), (70, 80), (1, 7), (length - 22, 22), (0, length - 1))
     for cut, (before, new) in enumerate(cuts):
         at = cut % 4
         strangers = [(17, 1), (5, 30), (200, 1)]
@@ -73,6 +84,49 @@ def test_queries_are_bit_equal_however_they_are_cut(shape, window, block_size):
         case.q[start : start + new] = whole.q[before : before + new]
         out = attend(library, case, window, 0.3, threads=1 + cut % 3)
         assert torch.equal(out[start : start + new], expected[before : before + new]), (before, new, at)
+
+
+def share(case: Case, rows: list[int], blocks: int) -> None:
+    """The rows begin with the first one's blocks."""
+    table, size = case.rows.block_table_RB, case.rows.block_size
+    for row in rows[1:]:
+        table[row, :blocks] = table[rows[0], :blocks]
+        for mine, first in zip(case.dense[row], case.dense[rows[0]], strict=True):
+            mine[: blocks * size] = first[: blocks * size]
+
+
+def alone(case: Case, row: int) -> Case:
+    """One row, in the same cache."""
+    rows, tokens = case.rows, slice(*case.rows.row_starts[row : row + 2])
+    one = Rows((0, rows.new_tokens(row)), rows.context_lens[row : row + 1], rows.block_table_RB[row : row + 1], 0)
+    return replace(case, q=case.q[tokens], rows=replace(one, block_size=rows.block_size), dense=[case.dense[row]])
+
+
+@pytest.mark.parametrize(
+    ("level", "shape", "block_size", "window"),
+    [
+        *((level, (9, 3, 64), 16, None) for level in LEVELS),
+        ("auto", (2, 2, 32), 24, None),
+        ("auto", (8, 1, 16), 64, None),
+        ("auto", (7, 1, 32), 8, 100),
+    ],
+)
+def test_rows_that_begin_alike_are_bit_equal_to_each_alone(level, shape, block_size, window):
+    """Many rows share a beginning, some of them more of it, one only a part of a segment; others prefill meanwhile."""
+    library = load(level)
+    heads, kv_heads, size = shape
+    spans = [(600, 1), (10, 3), (530, 1), (700, 2), (520, 1), (555, 1), (540, 100), (610, 1), (300, 1)]
+    case = halves(make_case(spans, heads=heads, kv_heads=kv_heads, size=size, block_size=block_size))
+    share(case, [0, 2, 3, 5, 6, 8], 290 // block_size)
+    share(case, [3, 0, 5], 528 // block_size)
+    share(case, [4, 7], 100 // block_size)
+    cache = written(library, case)
+    out = attend(library, case, window, size**-0.5, cache=cache)
+    torch.testing.assert_close(out, dense_attention(case, window, size**-0.5), atol=2e-5, rtol=1e-4)
+    for row in range(len(spans)):
+        tokens = slice(*case.rows.row_starts[row : row + 2])
+        mine = attend(library, alone(case, row), window, size**-0.5, threads=1 + row % 3, cache=cache)
+        assert torch.equal(out[tokens], mine), row
 
 
 @pytest.mark.parametrize("level", LEVELS)

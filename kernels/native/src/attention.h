@@ -1,325 +1,342 @@
 // Attention over paged keys and values: decode and chunked prefill in one kernel.
 //
-// A block of the cache holds P tokens of every layer, as halves or floats. Per layer and key/value head of A values:
-//
-//     keys     units of U tokens   [P / U, A, U]   so that a vector holds one value of several keys
-//     values                       [P, A]
-//
-// U = 16 where P is a multiple of it, else 1. An item is one head of keys and queries that read it: a few tokens
-// of one row times the query heads of the group. Keys are visited in chunks of 64 from position 0, with the
-// online softmax (Milakov and Gimelshein, 2018; Dao et al., 2022), so a token's sums have one order whatever
-// else is in the batch. A value is read for the tokens that see it only: a NaN reaches none before it.
+// Keys are visited in chunks of 64 from position 0, with the online softmax (Milakov and Gimelshein, 2018; Dao et
+// al., 2022), and every 256 the sums begin anew and are folded together (plan.h). A value is read for the tokens
+// that see it only: a NaN reaches none before it.
 #pragma once
-#include "rowwise.h"
+#include "plan.h"
 
-constexpr int CHUNK = 64;   // keys between two corrections of the softmax
-constexpr int UNIT = 16;    // keys that are read at once
-constexpr int QUERIES = 24; // rows of a tile, at most
-constexpr int MOST_HEAD = 256;
-
-template <class T>
-struct Cache {
-    T* keys;  // of one layer
-    T* values;
-    int32_t P, U, K, A;  // tokens per block, tokens per unit, heads, head size
-    int64_t head_size() const { return int64_t(P) * A; }
-    T* key_unit(int64_t block, int head, int offset) const {
-        return keys + (block * K + head) * head_size() + int64_t(offset / U) * U * A;
-    }
-    T* value_rows(int64_t block, int head, int offset) const {
-        return values + (block * K + head) * head_size() + int64_t(offset) * A;
-    }
+struct Sums {  // of one query: its output, totals in so many lanes, and the largest score
+    float *out, *total, *largest;
 };
 
-INLINE F wide(const uint16_t* at) { return from_half(at); }
-INLINE F wide(const float* at) { return load<F>(at); }
-INLINE void narrow(uint16_t* to, F v) { to_half(to, v); }
-INLINE void narrow(float* to, F v) { store(to, v); }
-
-template <class T>
-static void write_kv(const Cache<T>& cache, int64_t slot, int head, const float* k, const float* v) {
-    const int64_t block = slot / cache.P;
-    const int offset = int(slot % cache.P), U = cache.U;
-    T* keys = cache.key_unit(block, head, offset) + offset % U;
-    T* values = cache.value_rows(block, head, offset);
-    for (int d = 0; d < cache.A; d += W) {
-        T key[W];
-        narrow(key, load<F>(k + d));
-        UNROLL
-        for (int i = 0; i < W; i++) keys[(d + i) * U] = key[i];
-        narrow(values + d, load<F>(v + d));
-    }
-}
-
-struct Row {  // one request's tokens in this step
-    int32_t first, count;     // in the flat axis
-    int32_t context;          // tokens in the cache once this step is written
-    const int32_t* blocks;
-};
-
-struct Tile {  // of queries: `count` tokens from `first` of a row, `heads` query heads from `head` of a key head
-    int32_t row, kv_head, first, count, head, heads;
+// Sums of a tile's queries over one segment, or over several.
+struct State {
+    alignas(64) float out[QUERIES * (MOST_HEAD + 16)];
+    alignas(64) float total[QUERIES * W];
+    alignas(64) float largest[QUERIES + W];
+    Sums of(int r, int span) { return {out + r * span, total + r * W, largest + r}; }
 };
 
 struct Scratch {  // of one thread
     // a query's row is 16 floats longer than a head: rows that lie a power of two apart fight for the same cache lines
     alignas(64) float q[QUERIES * (MOST_HEAD + 16)];
-    alignas(64) float out[QUERIES * (MOST_HEAD + 16)];
     alignas(64) float scores[QUERIES * CHUNK];
     alignas(64) float wide[CHUNK * MOST_HEAD];      // keys or values as floats
     alignas(64) float gathered[CHUNK * MOST_HEAD];  // units gathered from small blocks
-    float largest[QUERIES], total[QUERIES];
+    alignas(64) float scales[2][CHUNK];             // of keys and of values, where they have any
+    alignas(64) float factor[QUERIES + W], fresh[QUERIES + W];
+    State states[2];
+    const void* fetched = nullptr;  // the first keys of the tile that was prepared for
 };
 
-// scores[r, 0..16) = q[r] . keys, for M rows; keys [A, 16].
-template <int M, class T>
-INLINE void score_rows(const float* q, int stride, const T* keys, int A, float* scores) {
-    constexpr int V = UNIT / W;
-    F acc[M][V];
-    UNROLL
-    for (int r = 0; r < M; r++)
-        UNROLL
-        for (int v = 0; v < V; v++) acc[r][v] = F{};
-    for (int d = 0; d < A; d++) {
-        F k[V];
-        UNROLL
-        for (int v = 0; v < V; v++) k[v] = wide(keys + d * UNIT + v * W);
-        UNROLL
-        for (int r = 0; r < M; r++)
-            UNROLL
-            for (int v = 0; v < V; v++) acc[r][v] = fma(k[v], q[r * stride + d], acc[r][v]);
-    }
-    UNROLL
-    for (int r = 0; r < M; r++)
-        UNROLL
-        for (int v = 0; v < V; v++) store(scores + r * CHUNK + v * W, acc[r][v]);
+INLINE float weight_of(float largest, float most) {  // of what was summed below a smaller largest score
+    return largest == most ? 1.0f : exp_below_zero(splat(largest - most))[0];
 }
 
-// out[r] += sum over keys [from, to) of every unit of weights[r, t] * values[t], for M rows and V vectors of columns.
-// Accumulators stay in registers over all units.
-template <int M, int V, class T>
-INLINE void add_columns(
-    float* out, int stride, const float* weights, const T* const* units, int count, int column, int A, int from, int to
-) {
-    F acc[M][V];
-    UNROLL
-    for (int r = 0; r < M; r++)
-        UNROLL
-        for (int v = 0; v < V; v++) acc[r][v] = load<F>(out + r * stride + column + v * W);
-    for (int u = 0; u < count; u++, weights += UNIT) {
-        const T* values = units[u] + column;
-#pragma GCC unroll 2
-        for (int t = from; t < to; t++) {
-            F x[V];
-            UNROLL
-            for (int v = 0; v < V; v++) x[v] = wide(values + t * A + v * W);
-            UNROLL
-            for (int r = 0; r < M; r++)
-                UNROLL
-                for (int v = 0; v < V; v++) acc[r][v] = fma(x[v], weights[r * CHUNK + t], acc[r][v]);
-        }
-    }
-    UNROLL
-    for (int r = 0; r < M; r++)
-        UNROLL
-        for (int v = 0; v < V; v++) store(out + r * stride + column + v * W, acc[r][v]);
-}
-
-constexpr int TALL = VECTORS ? 6 : 3;  // rows whose accumulators fit the registers
-
-// `run` for all rows: as many at once as there are registers for. run(M, r): M a constant.
-template <class Run>
-INLINE void in_rows(int r, int end, const Run& run) {
-    for (; r + TALL <= end; r += TALL) run(std::integral_constant<int, TALL>(), r);
-    switch (end - r) {
-#if VECTORS
-        case 5: run(std::integral_constant<int, 3>(), r), r += 3; [[fallthrough]];
-        case 2: return run(std::integral_constant<int, 2>(), r);
-        case 4: return run(std::integral_constant<int, 4>(), r);
-        case 3: return run(std::integral_constant<int, 3>(), r);
-#else
-        case 2: return run(std::integral_constant<int, 2>(), r);
-#endif
-        case 1: return run(std::integral_constant<int, 1>(), r);
-    }
-}
-
-template <class T>
-static void score_unit(const Scratch& s, int stride, int rows, const T* keys, int A, float* scores) {
-    in_rows(0, rows, [&](auto m, int r) {
-        score_rows<decltype(m)::value>(s.q + r * stride, stride, keys, A, scores + r * CHUNK);
-    });
-}
-
-// Rows [first, end) of the tile see keys [from, to) of every unit.
-template <class T>
-static void value_units(
-    Scratch& s, int stride, int first, int end, const T* const* units, int count, int A, const float* weights, int from, int to
-) {
-    int column = 0;
-    for (; column + 2 * W <= A; column += 2 * W)
-        in_rows(first, end, [&](auto m, int r) {
-            add_columns<decltype(m)::value, 2>(s.out + r * stride, stride, weights + r * CHUNK, units, count, column, A, from, to);
-        });
-    for (; column < A; column += W)
-        in_rows(first, end, [&](auto m, int r) {
-            add_columns<decltype(m)::value, 1>(s.out + r * stride, stride, weights + r * CHUNK, units, count, column, A, from, to);
-        });
+// A query's sums, and those of its next segment: added up. One copy, so that all tiles round alike.
+static __attribute__((noinline)) void fold(const Sums& to, const Sums& more, int A) {
+    const float most = *to.largest > *more.largest ? *to.largest : *more.largest;
+    const F a = splat(weight_of(*to.largest, most)), b = splat(weight_of(*more.largest, most));
+    for (int d = 0; d < A; d += W) store(to.out + d, fma(load<F>(more.out + d), b, load<F>(to.out + d) * a));
+    store(to.total, fma(load<F>(more.total), b, load<F>(to.total) * a));
+    *to.largest = most;
 }
 
 // One tile at work.
 template <class T>
 struct Attention {
     const Cache<T>& cache;
-    const Row& row;
+    Plan& plan;
     const Tile& tile;
-    int window;
+    const Tile* next;  // what this thread does then, if it is known
     Scratch& s;
-    const int A = cache.A, span = A + 16, rows = tile.count * tile.heads;  // span: from a query to the next
-    const int start = row.context - row.count + tile.first;             // position of the first query
-    const int end = start + tile.count;                                 // keys that any of them sees
-    const int low = window > 0 ? std::max(0, start - window + 1) : 0;   // blocks below may be gone
+    const int A = cache.A, span = A + 16;  // span: from a query to the next
+    const Group& group = plan.group(tile, 0);
+    const int window = plan.window, tokens = group.count, heads = group.heads;
+    const int start = group.start;            // position of the first query
+    const bool shared = tile.groups > 1;      // then every query sees every key
+    const int low = std::max(group.low, tile.from), to = tile.to;
+    int rows = 0;
 
-    // Keys [from, to) that a token of the tile sees, counted from `base`, at most `size`.
+    // Keys that a token of the group sees, counted from `base`, at most `size`.
     int sees_from(int token, int base) const { return window > 0 ? std::max(0, start + token - window + 1 - base) : 0; }
-    int sees_to(int token, int base, int size) const { return std::min(size, start + token + 1 - base); }
-
-    // The 16 keys from `position` on, [A, 16]; where they do not lie so in the cache they are gathered.
-    const T* keys_at(int position) const {
-        if (cache.U == UNIT) return cache.key_unit(row.blocks[position / cache.P], tile.kv_head, position % cache.P);
-        T* into = (T*)s.gathered;
-        for (int t = std::max(0, low - position); t < UNIT && position + t < end; t++) {
-            const int at = position + t;
-            const T* key = cache.key_unit(row.blocks[at / cache.P], tile.kv_head, at % cache.P);
-            for (int d = 0; d < A; d++) into[d * UNIT + t] = key[d];
-        }
-        return into;
+    int sees_to(int token, int base, int size) const {
+        return shared ? size : std::min(size, start + token + 1 - base);
     }
-    // The values, [16, A]; `unit` of a chunk.
-    const T* values_at(int position, int unit) const {
-        if (cache.U == UNIT) return cache.value_rows(row.blocks[position / cache.P], tile.kv_head, position % cache.P);
-        T* into = (T*)s.gathered + unit * UNIT * A;
-        for (int t = std::max(0, low - position); t < UNIT && position + t < end; t++) {
-            const int at = position + t;
-            std::memcpy(into + t * A, cache.value_rows(row.blocks[at / cache.P], tile.kv_head, at % cache.P), sizeof(T) * A);
-        }
-        return into;
-    }
+    // Whether every query sees all of a unit.
+    bool whole(int at) const { return sees_from(tokens - 1, at) == 0 && sees_to(0, at, UNIT) == UNIT; }
 
-    // What will be read soon: a block may lie anywhere, so the processor cannot guess it.
-    void fetch(int position) const {
-        if (cache.U != UNIT) return;
-        const int64_t block = row.blocks[position / cache.P];
-        const char* keys = (const char*)cache.key_unit(block, tile.kv_head, position % cache.P);
-        const char* values = (const char*)cache.value_rows(block, tile.kv_head, position % cache.P);
-        for (size_t at = 0; at < sizeof(T) * UNIT * A; at += 64) {
-            __builtin_prefetch(keys + at);
-            __builtin_prefetch(values + at);
-        }
-    }
-
-    bool widens() const { return sizeof(T) == 2 && rows > 4; }  // as many rows read it: floats are made once
-    const float* widen(const T* unit, int number) const {
-        float* into = s.wide + number * UNIT * A;
-        for (int i = 0; i < UNIT * A; i += W) store(into + i, wide(unit + i));
-        return into;
+    // run(flat token, query head) for every query, in the order of the tile's rows.
+    template <class Run>
+    void each_query(const Group& g, int G, const Run& run) const {
+        for (int token = 0; token < g.count; token++)
+            for (int head = 0; head < g.heads; head++) run(g.token + token, g.kv_head * G + g.head + head);
     }
 
     void begin(const float* q, size_t stride, int G, float scale) {
+        rows = 0;
+        for (int at = 0; at < tile.groups; at++)
+            each_query(plan.group(tile, at), G, [&](int token, int head) {
+                const float* from = q + size_t(token) * stride + size_t(head) * A;
+                for (int d = 0; d < A; d += W) store(s.q + rows * span + d, load<F>(from + d) * scale);
+                rows++;
+            });
+    }
+
+    void clear(State& sums) const {
         for (int r = 0; r < rows; r++) {
-            const int token = r / tile.heads, head = tile.kv_head * G + tile.head + r % tile.heads;
-            const float* from = q + size_t(row.first + tile.first + token) * stride + size_t(head) * A;
-            for (int d = 0; d < A; d++) s.q[r * span + d] = from[d] * scale;
-            std::memset(s.out + r * span, 0, sizeof(float) * A);
-            s.largest[r] = -INFINITY;
-            s.total[r] = 0;
+            std::memset(sums.out + r * span, 0, sizeof(float) * A);
+            store(sums.total + r * W, F{});
+            sums.largest[r] = -INFINITY;
         }
     }
 
-    // Scores of a chunk become weights, `size` of them in whole units; what was summed before is brought to the new
-    // largest score.
-    void soften(int r, int chunk, int size) {
-        const int token = r / tile.heads, from = std::min(size, sees_from(token, chunk)), to = sees_to(token, chunk, size);
-        float* scores = s.scores + r * CHUNK;
-        for (int t = 0; t < from; t++) scores[t] = -INFINITY;
-        for (int t = std::max(0, to); t < size; t++) scores[t] = -INFINITY;
-        F most = splat(s.largest[r]);
-        for (int t = 0; t < size; t += W) {
-            const F x = load<F>(scores + t);
-            most = x > most ? x : most;
-        }
-        const float largest = across(most, [](F a, F b) { return a > b ? a : b; });
-        // nothing but -inf so far: no weight to any key, and 0 / 0 in the end if it stays so
-        const float shift = largest == -INFINITY ? 0.0f : largest;
-        F total{};
-        for (int t = 0; t < size; t += W) {
-            const F e = exp_below_zero(load<F>(scores + t) - shift);
-            store(scores + t, e);
-            total += e;
-        }
-        const float before = s.largest[r] == -INFINITY ? 0.0f : s.largest[r] == largest ? 1.0f : std::exp(s.largest[r] - largest);
-        s.total[r] = s.total[r] * before + sum(total);
-        s.largest[r] = largest;
-        if (before != 1.0f)
-            for (int d = 0; d < A; d += W) store(s.out + r * span + d, load<F>(s.out + r * span + d) * before);
+    // The keys [A, 16] and values [16, A] of a unit.
+    const T* keys_of(const Group& g, int position) const {
+        return cache.key_unit(g.blocks[position / cache.P], g.kv_head, position % cache.P);
+    }
+    const T* values_of(const Group& g, int position) const {
+        return cache.value_rows(g.blocks[position / cache.P], g.kv_head, position % cache.P);
     }
 
-    // Whether every token of the tile sees all of a unit.
-    bool whole(int at) const { return sees_from(tile.count - 1, at) == 0 && sees_to(0, at, UNIT) == UNIT; }
-
-    void add_whole(int at, int end_at, const float* weights) {
-        const T* units[CHUNK / UNIT];
-        const float* floats[CHUNK / UNIT];
-        int count = 0;
-        for (; at < end_at; at += UNIT, count++) {
-            units[count] = values_at(at, count);
-            if (widens()) floats[count] = widen(units[count], count);
-        }
-        if (widens()) value_units(s, span, 0, rows, floats, count, A, weights, 0, UNIT);
-        else value_units(s, span, 0, rows, units, count, A, weights, 0, UNIT);
+    // Where they do not lie so in the cache they are gathered. `unit` of a chunk.
+    template <class Copy>
+    const T* gather(int position, int unit, const Copy& copy) const {
+        T* into = (T*)s.gathered + unit * UNIT * A;
+        for (int t = std::max(0, low - position); t < UNIT && position + t < to; t++) copy(into, position + t, t);
+        return into;
     }
-    void add_partial(int at, const float* weights) {
-        const T* values = values_at(at, 0);
-        for (int token = 0; token < tile.count; token++) {
-            const int from = sees_from(token, at), to = sees_to(token, at, UNIT), r = token * tile.heads;
-            if (from < to) value_units(s, span, r, r + tile.heads, &values, 1, A, weights, from, to);
-        }
+    const T* keys_at(int position, int unit) const {
+        if (cache.U == UNIT) return keys_of(group, position);
+        return gather(position, unit, [this](T* into, int at, int t) {
+            const T* key = keys_of(group, at);
+            for (int d = 0; d < A; d++) into[d * UNIT + t] = key[d];
+        });
     }
-    // Values of positions [at, last) of a chunk, in their order.
-    void add(int chunk, int at, int last) {
-        for (; at < last && !whole(at); at += UNIT) add_partial(at, s.scores + (at - chunk));
-        const int first = at;
-        while (at < last && whole(at)) at += UNIT;
-        if (first < at) add_whole(first, at, s.scores + (first - chunk));
-        for (; at < last; at += UNIT) add_partial(at, s.scores + (at - chunk));
+    const T* values_at(int position, int unit) const {
+        if (cache.U == UNIT) return values_of(group, position);
+        return gather(position, unit, [this](T* into, int at, int t) {
+            std::memcpy(into + t * A, values_of(group, at), sizeof(T) * A);
+        });
     }
 
-    void run() {
-        for (int at = low / UNIT * UNIT; at < std::min(end, low + CHUNK); at += UNIT) fetch(at);
-        for (int chunk = low / CHUNK * CHUNK; chunk < end; chunk += CHUNK) {
-            const int first = std::max(chunk, low / UNIT * UNIT), last = std::min(end, chunk + CHUNK);
-            for (int at = first; at < last; at += UNIT) {
-                if (at + CHUNK < end) fetch(at + CHUNK);
-                const T* keys = keys_at(at);
-                if (widens()) score_unit(s, span, rows, widen(keys, 0), A, s.scores + (at - chunk));
-                else score_unit(s, span, rows, keys, A, s.scores + (at - chunk));
+    // One chunk's units, and those that will be read after them: they are asked for meanwhile.
+    struct Units {
+        const T* now[CHUNK / UNIT];
+        const T* then[CHUNK / UNIT];
+    };
+    template <class Of>
+    void look_ahead(Units& units, int first, int count, const Of& of) const {
+        for (int u = 0; u < count; u++) {
+            const int then = first + u * UNIT + CHUNK;
+            units.then[u] = units.now[u];
+            if (cache.U != UNIT) continue;
+            if (then < to) units.then[u] = of(group, then);
+            else if (next) {
+                const int at = first_of(*next) + u * UNIT;
+                if (at < next->to) units.then[u] = of(plan.group(*next, 0), at);
             }
-            const int size = (last - chunk + UNIT - 1) / UNIT * UNIT;
-            for (int r = 0; r < rows; r++) soften(r, chunk, size);
-            add(chunk, first, last);
+        }
+    }
+    int first_of(const Tile& t) const { return std::max(plan.group(t, 0).low, t.from) / UNIT * UNIT; }
+    // What nobody asked for in time: the first chunk of a tile.
+    void fetch(int first) const {
+        const int end = std::min(to, first / CHUNK * CHUNK + CHUNK);
+        if (cache.U != UNIT || s.fetched == keys_of(group, first)) return;
+        for (int at = first; at < end; at += UNIT) {
+            const char *keys = (const char*)keys_of(group, at), *values = (const char*)values_of(group, at);
+            for (size_t byte = 0; byte < sizeof(T) * UNIT * A; byte += 64) {
+                __builtin_prefetch(keys + byte);
+                __builtin_prefetch(values + byte);
+            }
         }
     }
 
-    void finish(float* out, size_t stride, int G) const {
-        for (int r = 0; r < rows; r++) {
-            const int token = r / tile.heads, head = tile.kv_head * G + tile.head + r % tile.heads;
-            float* to = out + size_t(row.first + tile.first + token) * stride + size_t(head) * A;
-            const float inverse = 1.0f / s.total[r];
-            for (int d = 0; d < A; d++) to[d] = s.out[r * span + d] * inverse;
+    bool widens() const { return sizeof(T) < 4 && rows > 4; }  // as many rows read it: floats are made once
+    const float* widen(const T* unit, int number, const T* then) const {
+        float* into = s.wide + number * UNIT * A;
+        constexpr int LINE = 64 / sizeof(T);
+        for (int i = 0; i < UNIT * A; i += LINE) {
+            __builtin_prefetch(then + i);
+            UNROLL
+            for (int v = 0; v < LINE; v += W) store(into + i + v, wide(unit + i + v));
         }
+        return into;
+    }
+    // A unit that not every query sees: zeros where none does. Whether the rest is finite: then a weight of 0 hides it.
+    bool widen_part(const T* unit, int at, int number) const {
+        float* into = s.wide + number * UNIT * A;
+        F bad{};
+        for (int t = 0; t < UNIT; t++)
+            for (int d = 0; d < A; d += W) {
+                const bool seen = at + t >= low && at + t < to;
+                const F x = seen ? wide(unit + t * A + d) : F{};
+                store(into + t * A + d, x);
+                bad = fma(x, 0.0f, bad);
+            }
+        return sum(bad) == 0.0f;
+    }
+
+    // What the bytes of keys and values are worth, of a chunk's positions [begin, size).
+    void scale_chunk(int chunk, int begin, int size) const {
+        for (int t = begin; t < size; t++) {
+            const int at = chunk + t;
+            const bool seen = at >= low && at < to;
+            const int64_t block = seen ? group.blocks[at / cache.P] : 0;
+            s.scales[0][t] = seen ? cache.key_scales(block, group.kv_head)[at % cache.P] : 0.0f;
+            s.scales[1][t] = seen ? cache.value_scales(block, group.kv_head)[at % cache.P] : 0.0f;
+        }
+    }
+
+    void score(int first, int count, float* scores) const {
+        Units keys;
+        for (int u = 0; u < count; u++) keys.now[u] = keys_at(first + u * UNIT, u);
+        look_ahead(keys, first, count, [this](const Group& g, int at) { return keys_of(g, at); });
+        if (!widens()) return score_units<T>(s.q, span, rows, keys.now, keys.then, count, A, scores);
+        for (int u = 0; u < count; u++) {
+            const float* floats = widen(keys.now[u], 0, keys.then[u]);
+            score_units<float>(s.q, span, rows, &floats, &floats, 1, A, scores + u * UNIT);
+        }
+    }
+
+    // Scores of a chunk become weights, `size` of them from `chunk` on; what was summed before is brought to the new
+    // largest score.
+    void soften(State& sums, int chunk, int begin, int size, bool masked) const {
+        for (int r = 0; r < rows; r++) {
+            float* scores = s.scores + r * CHUNK;
+            if constexpr (Cache<T>::SCALED)
+                for (int t = begin; t < size; t += W) store(scores + t, load<F>(scores + t) * load<F>(s.scales[0] + t));
+            if (masked) {
+                const int token = r / heads, from = sees_from(token, chunk), end = sees_to(token, chunk, size);
+                for (int t = begin; t < std::min(size, from); t++) scores[t] = -INFINITY;
+                for (int t = std::max(begin, end); t < size; t++) scores[t] = -INFINITY;
+            }
+            F most = splat(sums.largest[r]);
+            for (int t = begin; t < size; t += W) most = greater(load<F>(scores + t), most);
+            s.fresh[r] = across(most, [](F a, F b) { return greater(a, b); });
+        }
+        for (int r = 0; r < rows; r += W) {
+            const F before = load<F>(sums.largest + r), now = load<F>(s.fresh + r);
+            store(s.factor + r, before == now ? splat(1.0f) : exp_below_zero(before - now));
+            store(sums.largest + r, now);
+        }
+        for (int r = 0; r < rows; r++) {
+            float *scores = s.scores + r * CHUNK, *out = sums.out + r * span;
+            // nothing but -inf so far: no weight to any key, and 0 / 0 in the end if it stays so
+            const float shift = s.fresh[r] == -INFINITY ? 0.0f : s.fresh[r], factor = s.factor[r];
+            F total{};
+            for (int t = begin; t < size; t += W) {
+                const F e = exp_below_zero(load<F>(scores + t) - shift);
+                total += e;
+                // a weight of 0 stays one whatever the scale: it may be NaN
+                if (Cache<T>::SCALED) store(scores + t, e == 0.0f ? F{} : e * load<F>(s.scales[1] + t));
+                else store(scores + t, e);
+            }
+            store(sums.total + r * W, fma(load<F>(sums.total + r * W), factor, total));
+            for (int d = 0; factor != 1.0f && d < A; d += W) store(out + d, load<F>(out + d) * factor);
+        }
+    }
+
+    // Values of `count` units, which every query sees.
+    void add_whole(State& sums, int first, int count, const float* weights) const {
+        Units values;
+        for (int u = 0; u < count; u++) values.now[u] = values_at(first + u * UNIT, u);
+        look_ahead(values, first, count, [this](const Group& g, int at) { return values_of(g, at); });
+        float* out = sums.out;
+        if (!widens()) return add_units<T>(out, span, 0, rows, weights, values.now, values.then, count, A, 0, UNIT);
+        const float* floats[CHUNK / UNIT];
+        for (int u = 0; u < count; u++) floats[u] = widen(values.now[u], u, values.then[u]);
+        add_units<float>(out, span, 0, rows, weights, floats, floats, count, A, 0, UNIT);
+    }
+    void add_partial(State& sums, int at, const float* weights) const {
+        const T* values = values_at(at, 0);
+        if (tokens > 1 && widen_part(values, at, 0)) {
+            const float* floats = s.wide;
+            return add_units<float>(sums.out, span, 0, rows, weights, &floats, &floats, 1, A, 0, UNIT);
+        }
+        for (int token = 0; token < tokens; token++) {
+            const int from = sees_from(token, at), end = sees_to(token, at, UNIT), r = token * heads;
+            if (from < end) add_units<T>(sums.out, span, r, r + heads, weights, &values, &values, 1, A, from, end);
+        }
+    }
+
+    // Keys [at, stop) of one segment.
+    void sum_segment(State& sums, int at, int stop) const {
+        for (int chunk = at / CHUNK * CHUNK; chunk < stop; chunk += CHUNK) {
+            const int first = std::max(chunk, at / UNIT * UNIT), last = std::min(stop, chunk + CHUNK);
+            const int count = (last - first + UNIT - 1) / UNIT, begin = first - chunk, size = begin + count * UNIT;
+            int from = first, end = first + count * UNIT;  // of the units that are seen whole
+            while (from < end && !whole(from)) from += UNIT;
+            while (end > from && !whole(end - UNIT)) end -= UNIT;
+            if (Cache<T>::SCALED) scale_chunk(chunk, begin, size);
+            if (sizeof(T) == 4 && chunk + CHUNK < to) fetch(chunk + CHUNK);
+            score(first, count, s.scores + begin);
+            soften(sums, chunk, begin, size, from > first || end < first + count * UNIT);
+            const float* weights = s.scores - chunk;
+            for (int unit = first; unit < from; unit += UNIT) add_partial(sums, unit, weights + unit);
+            if (from < end) add_whole(sums, from, (end - from) / UNIT, weights + from);
+            for (int unit = end; unit < last; unit += UNIT) add_partial(sums, unit, weights + unit);
+        }
+    }
+
+    static void give(float* to, const float* out, const float* total, int A) {
+        const float inverse = 1.0f / sum(load<F>(total));
+        for (int d = 0; d < A; d += W) store(to + d, load<F>(out + d) * inverse);
+    }
+
+    Sums part(const Group& g, int segment, int query) const {
+        float* at = plan.part(g, segment, query, A);
+        return {at, at + A, at + A + W};
+    }
+    // The sums of a segment, for whoever comes last.
+    void keep(const State& sums, int segment) const {
+        for (int at = 0, r = 0; at < tile.groups; at++) {
+            const Group& g = plan.group(tile, at);
+            for (int query = 0; query < g.queries(); query++, r++) {
+                const Sums to = part(g, segment, query);
+                std::memcpy(to.out, sums.out + r * span, sizeof(float) * A);
+                store(to.total, load<F>(sums.total + r * W));
+                *to.largest = sums.largest[r];
+            }
+        }
+    }
+    // Folds the segments of groups whose last one this tile did.
+    void join(int segments, float* y, size_t stride, int G) const {
+        for (int at = 0; at < tile.groups; at++) {
+            Group& g = plan.group(tile, at);
+            if (__atomic_sub_fetch(&g.left, segments, __ATOMIC_ACQ_REL)) continue;
+            g.left = g.parts;  // for the next layer
+            int query = 0;
+            each_query(g, G, [&](int token, int head) {
+                const Sums sums = part(g, g.low / SEGMENT, query);
+                for (int at = 1; at < g.parts; at++) fold(sums, part(g, g.low / SEGMENT + at, query), A);
+                give(y + size_t(token) * stride + size_t(head) * A, sums.out, sums.total, A);
+                query++;
+            });
+        }
+    }
+
+    void run(const float* q, size_t q_stride, float scale, float* y, size_t y_stride, int G) {
+        begin(q, q_stride, G, scale);
+        State *now = &s.states[0], *all = &s.states[1];
+        fetch(first_of(tile));
+        for (int at = low; at < to;) {
+            const int stop = std::min(to, (at / SEGMENT + 1) * SEGMENT);
+            clear(*now);
+            sum_segment(*now, at, stop);
+            if (group.parts) keep(*now, at / SEGMENT);
+            else if (at == low) std::swap(now, all);
+            else
+                for (int r = 0; r < rows; r++) fold(all->of(r, span), now->of(r, span), A);
+            at = stop;
+        }
+        s.fetched = next && cache.U == UNIT ? keys_of(plan.group(*next, 0), first_of(*next)) : nullptr;
+        if (group.parts) return join((to - 1) / SEGMENT - low / SEGMENT + 1, y, y_stride, G);
+        int r = 0;
+        each_query(group, G, [&](int token, int head) {
+            give(y + size_t(token) * y_stride + size_t(head) * A, all->out + r * span, all->total + r * W, A);
+            r++;
+        });
     }
 };
-
-// The queries of a tile that fit it: tokens of a row times heads of a group.
-INLINE int tile_heads(int G) { return std::min(G, QUERIES); }
-INLINE int tile_tokens(int G) { return std::max(1, QUERIES / G); }

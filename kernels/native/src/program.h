@@ -33,8 +33,6 @@ struct Buffer {
     int32_t inputs;     // Inputs: floats, or quantized to bytes or words
 };
 
-enum CacheKind : int32_t { HALVES = 0, WHOLE = 1 };  // floats of 2 or 4 bytes
-
 struct Step {
     int32_t tokens, rows, table_width;
     const int64_t* ids;        // [tokens]
@@ -68,7 +66,10 @@ class Program {
         memory_.resize(buffers_.size());
         quantized_.resize(buffers_.size());
         for (const Instruction& each : list_)
-            if (each.op == ATTENTION) attention_ = &each;
+            if (each.op == ATTENTION) {
+                attention_ = &each;
+                if (!plan(each.window)) plans_.emplace_back(), plans_.back().window = each.window;
+            }
         group(false);
     }
     Program(const Program&) = delete;
@@ -83,7 +84,10 @@ class Program {
         if (step.tokens > capacity_ && !grow(step.tokens)) return -1;
         step_ = step;
         tokens_ = step.tokens > 16 * pool.threads() ? 4 : 1;
-        if (attention_) make_tiles();
+        for (Plan& plan : plans_) {
+            const Rows rows = {step.rows, step.table_width, step.row_starts, step.contexts, step.blocks};
+            plan.make(rows, step.block_size, step.kv_heads, attention_->heads / step.kv_heads, step.head_size, pool.threads());
+        }
         counts_.clear();
         for (const Phase& each : phases_) counts_.push_back(uint32_t(items(each)));
         while (int(scratch_.size()) < pool.threads()) scratch_.emplace_back(new Scratch);
@@ -137,27 +141,16 @@ class Program {
         return true;
     }
 
-    // The longest come last: threads take items from the end.
-    void make_tiles() {
-        tiles_.clear();
-        const int group = attention_->heads / step_.kv_heads, heads = tile_heads(group), most = tile_tokens(group);
-        for (int row = 0; row < step_.rows; row++) {
-            const int count = step_.row_starts[row + 1] - step_.row_starts[row];
-            for (int first = 0; first < count; first += most)
-                for (int kv_head = 0; kv_head < step_.kv_heads; kv_head++)
-                    for (int head = 0; head < group; head += heads)
-                        tiles_.push_back({row, kv_head, first, std::min(most, count - first), head, std::min(heads, group - head)});
-        }
-        auto seen = [this](const Tile& t) {
-            return step_.contexts[t.row] - (step_.row_starts[t.row + 1] - step_.row_starts[t.row]) + t.first + t.count;
-        };
-        std::stable_sort(tiles_.begin(), tiles_.end(), [&](const Tile& a, const Tile& b) { return seen(a) < seen(b); });
+    Plan* plan(int window) {
+        for (Plan& each : plans_)
+            if (each.window == window) return &each;
+        return nullptr;
     }
 
-    int64_t items(const Phase& phase) const {
+    int64_t items(const Phase& phase) {
         const Instruction& i = list_[phase.first];
         if (i.op == LINEAR) return linear_items(*(const Weight*)i.weight, step_.tokens);
-        if (i.op == ATTENTION) return int64_t(tiles_.size());
+        if (i.op == ATTENTION) return int64_t(plan(i.window)->tiles.size());
         return (step_.tokens + tokens_ - 1) / tokens_;
     }
 
@@ -173,23 +166,22 @@ class Program {
             const void* x = buffers_[i.x.buffer].inputs != FLOATS ? (const void*)&quantized_[i.x.buffer] : at(i.x, 0);
             return linear(*(const Weight*)i.weight, x, step_.tokens, item, at(i.y, 0), stride(i.y));
         }
-        if (i.op == ATTENTION)
-            return cache_kind_ == WHOLE ? attend<float>(i, tiles_[item], scratch) : attend<uint16_t>(i, tiles_[item], scratch);
+        if (i.op == ATTENTION) {
+            if (cache_kind_ == WHOLE) return attend<float>(i, item, scratch);
+            return cache_kind_ == HALVES ? attend<uint16_t>(i, item, scratch) : attend<int8_t>(i, item, scratch);
+        }
         const int64_t end = std::min<int64_t>(step_.tokens, int64_t(item + 1) * tokens_);
         for (int64_t token = int64_t(item) * tokens_; token < end; token++)
             for (int at = phase.first; at < phase.end; at++) one_token(list_[at], token);
     }
 
     template <class T>
-    void attend(const Instruction& i, const Tile& tile, Scratch& scratch) {
-        const Row row = {step_.row_starts[tile.row], step_.row_starts[tile.row + 1] - step_.row_starts[tile.row],
-                         step_.contexts[tile.row], step_.blocks + int64_t(tile.row) * step_.table_width};
+    void attend(const Instruction& i, uint32_t item, Scratch& scratch) {
         const Cache<T> layer = cache<T>(i.layer);
-        const int group = i.heads / step_.kv_heads;
-        Attention<T> attention{layer, row, tile, i.window, scratch};
-        attention.begin(at(i.x, 0), stride(i.x), group, i.number);
-        attention.run();
-        attention.finish(at(i.y, 0), stride(i.y), group);
+        Plan& plan = *this->plan(i.window);
+        const Tile* tile = &plan.tiles[item];
+        Attention<T> attention{layer, plan, *tile, item > 0 ? tile - 1 : nullptr, scratch};
+        attention.run(at(i.x, 0), stride(i.x), i.number, at(i.y, 0), stride(i.y), i.heads / step_.kv_heads);
     }
 
     void one_token(const Instruction& i, int64_t token) {
@@ -214,7 +206,8 @@ class Program {
                 break;
             case KV_WRITE:
                 if (cache_kind_ == WHOLE) write<float>(i, token);
-                else write<uint16_t>(i, token);
+                else if (cache_kind_ == HALVES) write<uint16_t>(i, token);
+                else write<int8_t>(i, token);
                 break;
             case LARGEST: {  // of x: its number in the bits of y[0], its value in y[1]
                 const float* x = at(i.x, token);
@@ -262,7 +255,7 @@ class Program {
     std::vector<Phase> phases_;
     std::vector<void*> memory_;
     std::vector<Quantized> quantized_;
-    std::vector<Tile> tiles_;
+    std::vector<Plan> plans_;  // of attention, by window
     std::vector<uint32_t> counts_;
     std::vector<double> times_, spent_;
     std::vector<std::unique_ptr<Scratch>> scratch_;

@@ -63,6 +63,16 @@ INLINE F fma(F a, F b, F c) {
 #endif
 }
 INLINE F fma(F a, float b, F c) { return fma(a, splat(b), c); }
+// a where it is greater than b, else b: where either is a NaN too.
+INLINE F greater(F a, F b) {
+#if defined(__AVX512F__)
+    return (F)_mm512_maskz_max_ps(EVERY, (__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (F)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return a > b ? a : b;
+#endif
+}
 
 // ---- 16-bit floats: IEEE halves and bfloat16 ----
 

@@ -1,0 +1,158 @@
+// The two products of attention on registers: queries times keys, weights times values.
+//
+// A product takes as many rows (queries) at once as there are registers for their sums, and each sum runs in one
+// order whatever the number of rows: what a query gets does not depend on who is beside it.
+#pragma once
+#include "kv.h"
+
+constexpr int CHUNK = 64;  // keys between two corrections of the softmax
+
+// Registers for sums: all that the set has but those for operands.
+constexpr int SUMS = 12;
+
+// scores[r, 16 n + t] = q[r] . key t of unit n, for M rows and N units [A, 16]. `ahead` are the units that will be
+// read next: a block may lie anywhere, so the processor cannot guess them, and asking for many lines at once would
+// hold up the reads that are waited for. Floats lie in a core's own cache, or are read as they come.
+template <int M, int N, class T>
+INLINE void score_rows(const float* q, int stride, const T* const* keys, const T* const* ahead, int A, float* scores) {
+    constexpr int V = UNIT / W;
+    F acc[M][N * V];
+    const T *from[N], *next[N];
+    UNROLL
+    for (int n = 0; n < N; n++) from[n] = keys[n], next[n] = ahead[n];
+    UNROLL
+    for (int r = 0; r < M; r++)
+        UNROLL
+        for (int v = 0; v < N * V; v++) acc[r][v] = F{};
+    for (int d = 0; d < A; d++) {
+        if constexpr (sizeof(T) < 4) {
+            UNROLL
+            for (int n = 0; n < N; n++) __builtin_prefetch(next[n] + d * UNIT);
+        }
+        if constexpr (M <= N * V) {
+            F x[M];
+            UNROLL
+            for (int r = 0; r < M; r++) x[r] = splat(q[r * stride + d]);
+            UNROLL
+            for (int v = 0; v < N * V; v++) {
+                const F k = wide(from[v / V] + d * UNIT + v % V * W);
+                UNROLL
+                for (int r = 0; r < M; r++) acc[r][v] = fma(k, x[r], acc[r][v]);
+            }
+        } else {
+            F k[N * V];
+            UNROLL
+            for (int v = 0; v < N * V; v++) k[v] = wide(from[v / V] + d * UNIT + v % V * W);
+            UNROLL
+            for (int r = 0; r < M; r++)
+                UNROLL
+                for (int v = 0; v < N * V; v++) acc[r][v] = fma(k[v], q[r * stride + d], acc[r][v]);
+        }
+    }
+    UNROLL
+    for (int r = 0; r < M; r++)
+        UNROLL
+        for (int v = 0; v < N * V; v++) store(scores + r * CHUNK + v * W, acc[r][v]);
+}
+
+// out[r] += sum over keys [from, to) of every unit of weights[r, t] * values[t], for M rows and V vectors of columns.
+// Accumulators stay in registers over all units.
+template <int M, int V, class T>
+INLINE void add_columns(
+    float* out, int stride, const float* weights, const T* const* units, const T* const* ahead, int count, int column,
+    int A, int from, int to
+) {
+    F acc[M][V];
+    UNROLL
+    for (int r = 0; r < M; r++)
+        UNROLL
+        for (int v = 0; v < V; v++) acc[r][v] = load<F>(out + r * stride + column + v * W);
+    for (int u = 0; u < count; u++, weights += UNIT) {
+        const T *values = units[u] + column, *next = ahead[u] + column;
+#pragma GCC unroll 2
+        for (int t = from; t < to; t++) {
+            if constexpr (sizeof(T) < 4) __builtin_prefetch(next + t * A);
+            if constexpr (M <= V) {
+                F x[M];
+                UNROLL
+                for (int r = 0; r < M; r++) x[r] = splat(weights[r * CHUNK + t]);
+                UNROLL
+                for (int v = 0; v < V; v++) {
+                    const F value = wide(values + t * A + v * W);
+                    UNROLL
+                    for (int r = 0; r < M; r++) acc[r][v] = fma(value, x[r], acc[r][v]);
+                }
+            } else {
+                F x[V];
+                UNROLL
+                for (int v = 0; v < V; v++) x[v] = wide(values + t * A + v * W);
+                UNROLL
+                for (int r = 0; r < M; r++)
+                    UNROLL
+                    for (int v = 0; v < V; v++) acc[r][v] = fma(x[v], weights[r * CHUNK + t], acc[r][v]);
+            }
+        }
+    }
+    UNROLL
+    for (int r = 0; r < M; r++)
+        UNROLL
+        for (int v = 0; v < V; v++) store(out + r * stride + column + v * W, acc[r][v]);
+}
+
+constexpr int TALL = VECTORS ? 6 : 3;  // rows whose accumulators fit the registers
+
+// `run` for all rows: as many at once as there are registers for. run(M, r): M a constant.
+template <class Run>
+INLINE void in_rows(int r, int end, const Run& run) {
+    for (; r + TALL <= end; r += TALL) run(std::integral_constant<int, TALL>(), r);
+    switch (end - r) {
+#if VECTORS
+        case 5: run(std::integral_constant<int, 3>(), r), r += 3; [[fallthrough]];
+        case 2: return run(std::integral_constant<int, 2>(), r);
+        case 4: return run(std::integral_constant<int, 4>(), r);
+        case 3: return run(std::integral_constant<int, 3>(), r);
+#else
+        case 2: return run(std::integral_constant<int, 2>(), r);
+#endif
+        case 1: return run(std::integral_constant<int, 1>(), r);
+    }
+}
+
+// Scores of `rows` rows with `count` units of a chunk. Only the first rows look ahead.
+template <class T>
+static void score_units(
+    const float* q, int stride, int rows, const T* const* keys, const T* const* ahead, int count, int A, float* scores
+) {
+    in_rows(0, rows, [&](auto m, int r) {
+        constexpr int M = decltype(m)::value, N = VECTORS && 2 * M * (UNIT / W) <= SUMS ? 2 : 1;
+        const T* const* next = r == 0 ? ahead : keys;
+        int n = 0;
+        for (; n + N <= count; n += N)
+            score_rows<M, N>(q + r * stride, stride, keys + n, next + n, A, scores + r * CHUNK + n * UNIT);
+        if (N > 1 && n < count)
+            score_rows<M, 1>(q + r * stride, stride, keys + n, next + n, A, scores + r * CHUNK + n * UNIT);
+    });
+}
+
+// out[r] += weights[r] times values, for rows [first, end), whose keys are [from, to) of every unit.
+template <class T>
+static void add_units(
+    float* out, int stride, int first, int end, const float* weights, const T* const* units, const T* const* ahead,
+    int count, int A, int from, int to
+) {
+    const auto columns = [&](auto v, int column) {
+        in_rows(first, end, [&](auto m, int r) {
+            constexpr int M = decltype(m)::value, V = decltype(v)::value;
+            if constexpr (M * V <= SUMS)
+                add_columns<M, V>(
+                    out + r * stride, stride, weights + r * CHUNK, units, r == first ? ahead : units, count, column, A,
+                    from, to
+                );
+        });
+    };
+    int column = 0;
+    if (VECTORS && end - first <= SUMS / 4)
+        for (; column + 4 * W <= A; column += 4 * W) columns(std::integral_constant<int, VECTORS ? 4 : 1>(), column);
+    for (; column + 2 * W <= A; column += 2 * W) columns(std::integral_constant<int, 2>(), column);
+    for (; column < A; column += W) columns(std::integral_constant<int, 1>(), column);
+}

@@ -93,6 +93,8 @@ def test_no_process_is_left(tmp_path: Path) -> None:
         used = Used.of(members)
         assert [name for name, _ in used.by_process.values()] == [Path(sys.executable).name, "sleep"]
         assert set(used.since(used).values()) == {0.0}
+        fine = sum(Used.finely(members).since(Used({})).values())
+        assert abs(fine - sum(Used.of(members).since(Used({})).values())) < 0.1
         assert memory_mib(members) > 0
     assert not any(member.lives for member in members)
 

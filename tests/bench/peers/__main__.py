@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -111,7 +112,8 @@ class Rounds:
     def _run(self, running: Running, number: int, workload: Workload | None) -> Run:
         """One workload, or nothing asked. The CPU time is that of warming up and measuring."""
         server, processes = running.server, running.processes()
-        load, clock, own, used = machine.load(), machine.Clock.now(), time.process_time(), Used.of(processes)
+        count = Used.of if workload else Used.finely
+        load, clock, own, used = machine.load(), machine.Clock.now(), time.process_time(), count(processes)
         begin = time.monotonic()
         figures: dict[str, Any] = {}
         if workload is None:
@@ -121,7 +123,7 @@ class Rounds:
         seconds = time.monotonic() - begin
         own, after = time.process_time() - own, machine.Clock.now()
         processes = running.processes()
-        cpu = Used.of(processes).since(used)
+        cpu = count(processes).since(used)
         return Run(
             server=server.name,
             group=server.group,
@@ -177,7 +179,7 @@ def _line(run: Run) -> str:
     noise = f"load {run.load_before}, others {_percent(run.other_cpu_s, run)}, stolen {_percent(run.stolen_s, run)}"
     used = f"CPU s: {report.roles(run)}; client {run.client_cpu_s}; {noise}"
     if run.workload == IDLE:
-        return f"  idle {run.seconds:.0f} s: {_percent(sum(run.cpu_s.values()), run)} of a core; {used}"
+        return f"  idle {run.seconds:.0f} s: {100 * sum(run.cpu_s.values()) / run.seconds:.2f} % of a core; {used}"
     if not run.counts:
         return f"  {run.workload} {figures['failed']} requests failed, the first: {figures['first_error']}"
     return (
@@ -194,6 +196,10 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _leave(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
 def main(argv: Sequence[str]) -> int:
     """Prints tables. Status 1 where a server that was there has a workload without one good run."""
     given = options(argv)
@@ -205,6 +211,7 @@ def main(argv: Sequence[str]) -> int:
     for missing in found:
         if isinstance(missing, Missing):
             _say(f"{missing.name} is left out: {missing.why}")
+    signal.signal(signal.SIGTERM, _leave)  # so that the server that runs is ended too
     rounds = Rounds(given, [server for server in found if isinstance(server, Server)])
     with ExitStack() as stack:
         given.logs = given.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-peers-")))

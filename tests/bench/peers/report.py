@@ -149,7 +149,7 @@ def by_role(runs: Iterable[Run]) -> dict[tuple[str, str], dict[str, float]]:
 
 def roles(run: Run) -> str:
     """CPU time by role."""
-    return ", ".join(f"{name} {seconds:g}" for name, seconds in run.cpu_s.items())
+    return ", ".join(f"{name} {round(seconds, 3):g}" for name, seconds in run.cpu_s.items())
 
 
 def _row(workload: str, server: str, figures: dict[str, float | None]) -> list[object]:

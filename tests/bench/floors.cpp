@@ -81,7 +81,10 @@ extern "C" double float_products_per_s(int64_t times, int threads, int windows) 
         keep(a), keep(b);
         for (int64_t i = 0; i < times; i++)
 #pragma GCC unroll 16
-            for (int c = 0; c < CHAINS; c++) sums[c] = sums[c] * a + b;
+            for (int c = 0; c < CHAINS; c++) {
+                keep(sums[c]);  // equal sums would be computed once
+                sums[c] = sums[c] * a + b;
+            }
 #pragma GCC unroll 16
         for (int c = 0; c < CHAINS; c++) keep(sums[c]);
     });
@@ -98,7 +101,7 @@ extern "C" double byte_products_per_s(int64_t times, int threads, int windows) {
         for (int64_t i = 0; i < times; i++)
 #pragma GCC unroll 16
             for (int c = 0; c < CHAINS; c++) {
-                keep(a);
+                keep(a), keep(sums[c]);
 #if defined(__AVX512VNNI__)
                 sums[c] = (I)_mm512_dpbusd_epi32((__m512i)sums[c], (__m512i)a, (__m512i)b);
 #elif defined(__AVXVNNI__)
@@ -108,7 +111,6 @@ extern "C" double byte_products_per_s(int64_t times, int threads, int windows) {
 #else
                 sums[c] = (I)_mm256_add_epi16((__m256i)sums[c], _mm256_maddubs_epi16((__m256i)a, (__m256i)b));
 #endif
-                keep(sums[c]);
             }
 #pragma GCC unroll 16
         for (int c = 0; c < CHAINS; c++) keep(sums[c]);

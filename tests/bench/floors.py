@@ -41,9 +41,9 @@ STEPS = (1, 8, 32, 64)
 CONTEXT = 192
 """Tokens before a decoded one, the mean of 128 in and 128 out."""
 PREFILL = 512
-_READ = 512 << 20
-_TIMES = 200_000
-_WINDOWS = 30
+_READ = 256 << 20
+_TIMES = 1_000_000
+_WINDOWS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Machine:
             calls = ctypes.CDLL(str(library))
         found = []
         for name, size, turns in (
-            ("bytes_per_s", read, windows // 3 + 1),
+            ("bytes_per_s", read, windows // 4 + 1),
             ("float_products_per_s", times, windows),
             ("byte_products_per_s", times, windows),
         ):

@@ -43,7 +43,7 @@ CONTEXT = 192
 PREFILL = 512
 _READ = 256 << 20
 _TIMES = 1_000_000
-_WINDOWS = 300
+_WINDOWS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Machine:
             calls = ctypes.CDLL(str(library))
         found = []
         for name, size, turns in (
-            ("bytes_per_s", read, windows // 4 + 1),
+            ("bytes_per_s", read, windows // 3 + 1),
             ("float_products_per_s", times, windows),
             ("byte_products_per_s", times, windows),
         ):

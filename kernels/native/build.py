@@ -48,7 +48,7 @@ _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mtune=haswell")
 _AVX512 = (*_AVX2[:-1], "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512cd", "-mtune=skylake-avx512")
 _NEEDS_AVX2 = frozenset(("avx2", "fma", "f16c", "bmi1", "bmi2"))
 _NEEDS_AVX512 = _NEEDS_AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
-_PORTABLE = Level("portable", frozenset(), ())
+_PORTABLE = Level("portable", frozenset(), ("-O2",))  # -O3 compiles longer, and is no faster
 X86 = (
     Level("avx512-vnni", _NEEDS_AVX512 | {"avx512_vnni"}, (*_AVX512, "-mavx512vnni")),
     Level("avx512", _NEEDS_AVX512, _AVX512),

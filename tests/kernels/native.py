@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
 from kernels.native import library as c
-from kernels.native.build import CHOICES, Unavailable
+from kernels.native.build import CHOICES, Level, Unavailable, build
 from kernels.native.program import OUTPUT, Op
 from tests.kernels.paged import Case
 
-LEVELS = CHOICES[1:]
+EMULATED = {"emulated avx512": (), "emulated avx512-vnni": ("-DEMULATE_VNNI",)}
+"""Levels that AVX2 stands in for."""
+LEVELS = (*CHOICES[1:], *(pytest.param(level, marks=pytest.mark.slow) for level in EMULATED))
 NONE = c.View(-1, 0, 0)
 
 
@@ -21,9 +25,17 @@ NONE = c.View(-1, 0, 0)
 def load(level: str) -> c.Library:
     """The library of a level. Skips a test where this machine cannot run it."""
     try:
-        return c.load(level)
+        return _emulated(level) if level in EMULATED else c.load(level)
     except Unavailable as error:
         pytest.skip(str(error))
+
+
+def _emulated(level: str) -> c.Library:
+    """The sources for AVX-512, over intrinsics that are pairs of AVX2's."""
+    header = Path(__file__).with_name("emulated.h")
+    flags = ("-O1", "-mavx2", "-mfma", "-mf16c", "-include", str(header), *EMULATED[level])
+    with tempfile.TemporaryDirectory() as folder:
+        return c.Library(build(Level(level.replace(" ", "-"), frozenset(), flags), Path(folder)), level)
 
 
 @functools.cache

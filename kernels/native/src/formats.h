@@ -5,14 +5,14 @@
 //
 //     F32, F16, BF16   per input: W values
 //     Q8, Q4           per group of 32 inputs: the numbers, then W halves d, then (Q4) W halves m
-//                      weight = d * u + m,   u unsigned; Q8: u = q + 128, so m = -128 d
+//                      weight = d * u + m,   u unsigned; Q8: u = q + 128, so m = -128 d; q itself for WORDS
 //         Q8  steps of 4, 2 or 1 inputs: W times so many bytes
 //         Q4  such steps: the low nibbles hold inputs 0 to 15 of the group, the high ones 16 to 31
 //
 // The other factor of a quantized product is quantized as well, as `inputs_of` says for this build:
 //
 //     BYTES   a signed byte q and a scale s for each group of 32 inputs:  y += s d (sum of u q) + (s sum of q) m
-//     WORDS   16 bits q, and one scale s for a row:                       y = s (sum over groups of d (sum of (u - 128) q))
+//     WORDS   16 bits q, and one scale s for a row:                       y = s (sum over groups of d (sum of the products))
 //     FLOATS  as it is: the portable build makes floats of the weights
 //
 // Sums over a group are exact in integers. Words cost Q8 nothing where the machine has no product of
@@ -40,6 +40,8 @@ static constexpr int scales_at(Kind kind) { return (kind == Q4 ? 16 : 32) * W; }
 
 // Inputs whose bytes stand side by side, and where the byte of input k of a group stands for one of W outputs.
 static constexpr int step_of(Kind kind) { return inputs_of(kind) == BYTES ? 4 : inputs_of(kind) == WORDS ? 2 : 1; }
+// What turns u into the byte that is kept. A signed byte becomes a word in one instruction.
+static constexpr uint8_t flipped(Kind kind) { return inputs_of(kind) == WORDS ? 128 : 0; }
 static constexpr int byte_at(int k, int lane, int step) { return k / step * step * W + lane * step + k % step; }
 
 // Bytes of one column block of K inputs.
@@ -58,6 +60,7 @@ struct Weight {
     const uint8_t* data;
     const float* bias;  // N rounded up to whole blocks, or null
     int64_t blocks() const { return (N + W - 1) / W; }
+    size_t bytes() const { return size_t(blocks()) * block_bytes(kind, K); }
 };
 
 // Rows of inputs that were quantized. Made anew in every step.
@@ -89,7 +92,7 @@ static void pack_groups(Kind kind, const uint8_t* u, const uint16_t* d, const ui
                 const uint8_t* from = u + n * K + g * GROUP;
                 for (int k = 0; k < GROUP; k++) {
                     uint8_t& byte = to[byte_at(kind == Q4 ? k % 16 : k, lane, step)];
-                    byte = uint8_t(byte | from[k] << (kind == Q4 && k >= 16 ? 4 : 0));
+                    byte = uint8_t(byte | (from[k] ^ flipped(kind)) << (kind == Q4 && k >= 16 ? 4 : 0));
                 }
                 scales[lane] = d[n * groups + g];
                 if (kind == Q4) scales[W + lane] = m[n * groups + g];
@@ -121,7 +124,7 @@ static void unpack_row(const Weight& weight, int64_t n, float* y) {
         case Q8:
             for (int g = 0; g < K / GROUP; g++, block += group_bytes(Q8), y += GROUP) {
                 const float scale = half_to_float(((const uint16_t*)(block + scales_at(Q8)))[lane]);
-                for (int k = 0; k < GROUP; k++) y[k] = scale * float(block[byte_at(k, lane, step_of(Q8))] - 128);
+                for (int k = 0; k < GROUP; k++) y[k] = scale * float((block[byte_at(k, lane, step_of(Q8))] ^ flipped(Q8)) - 128);
             }
             return;
         case Q4:

@@ -8,35 +8,44 @@
 
 // y[r, 0 .. C * W) of M rows from `row` on.
 template <Kind kind, int M, int C>
-INLINE void tile(const Weight& weight, size_t size, const uint8_t* data, const void* x, int64_t row, const float* bias, float* y, size_t stride) {
+INLINE void tile(const Weight& weight, size_t size, const uint8_t* data, const void* x, int64_t row, const float* bias, float* y, size_t stride, const uint8_t* later) {
     const int K = weight.K;
 #if VECTORS
     if constexpr (inputs_of(kind) == BYTES) {
         const Quantized& in = *(const Quantized*)x;
-        bytes_tile<kind, M, C>(data, size, (const int8_t*)in.q + row * K, in.scale + row * (K / GROUP) * 2, K, bias, y, stride);
+        bytes_tile<kind, M, C>(data, size, (const int8_t*)in.q + row * K, in.scale + row * (K / GROUP) * 2, K, bias, y, stride, later);
     } else if constexpr (inputs_of(kind) == WORDS) {
         const Quantized& in = *(const Quantized*)x;
-        words_tile<M, C>(data, size, (const int16_t*)in.q + row * K, in.scale + row, K, bias, y, stride);
+        words_tile<M, C>(data, size, (const int16_t*)in.q + row * K, in.scale + row, K, bias, y, stride, later);
     } else {
-        float_tile<kind, M, C>(data, size, (const float*)x + row * K, K, bias, y, stride);
+        float_tile<kind, M, C>(data, size, (const float*)x + row * K, K, bias, y, stride, later);
     }
 #else
     static_assert(C == 1, "the portable build has no registers for more");
     if constexpr (kind >= Q8) number_tile<kind, M>(data, (const float*)x + row * K, K, bias, y, stride);
-    else float_tile<kind, M, C>(data, size, (const float*)x + row * K, K, bias, y, stride);
+    else float_tile<kind, M, C>(data, size, (const float*)x + row * K, K, bias, y, stride, later);
 #endif
 }
 
-// C column blocks from `block` on, rows [row, end): M at a time, then fewer. y begins at the block's first column
-// of row 0.
+// `rows` of them, at most M.
 template <Kind kind, int M, int C>
-static void tiles(const Weight& weight, const void* x, int64_t row, int64_t end, int64_t block, float* y, size_t stride) {
+INLINE void some_rows(int64_t rows, const Weight& weight, size_t size, const uint8_t* data, const void* x, int64_t row, const float* bias, float* y, size_t stride, const uint8_t* later) {
+    if (rows == M) return tile<kind, M, C>(weight, size, data, x, row, bias, y, stride, later);
+    if constexpr (M > 1) some_rows<kind, M - 1, C>(rows, weight, size, data, x, row, bias, y, stride, later);
+}
+
+// C column blocks from `block` on, rows [row, end), in tiles of at most M that are as even as can be: a small one is
+// slow. y begins at the block's first column of row 0. `later` is fetched by the first tile.
+template <Kind kind, int M, int C>
+static void tiles(const Weight& weight, const void* x, int64_t row, int64_t end, int64_t block, float* y, size_t stride, const uint8_t* later) {
     const size_t size = block_bytes(kind, weight.K);
     const uint8_t* data = weight.data + block * size;
     const float* bias = weight.bias ? weight.bias + block * W : nullptr;
-    for (; row + M <= end; row += M) tile<kind, M, C>(weight, size, data, x, row, bias, y + row * stride, stride);
-    if constexpr (M > 1)
-        if (row < end) tiles<kind, M == 6 ? 4 : M / 2, C>(weight, x, row, end, block, y, stride);
+    for (int64_t left = (end - row + M - 1) / M; left > 0; left--, later = nullptr) {
+        const int64_t rows = (end - row + left - 1) / left;
+        some_rows<kind, M, C>(rows, weight, size, data, x, row, bias, y + row * stride, stride, later);
+        row += rows;
+    }
 }
 
 constexpr int COLUMN_BLOCKS = 4;  // of one item
@@ -49,45 +58,61 @@ static void partial_block(const Weight& weight, const void* x, int64_t row, int6
     alignas(64) float whole[M * W];
     for (; row < end; row += M) {
         const int64_t rows = std::min<int64_t>(M, end - row);
-        tiles<kind, M, 1>(weight, x, row, row + rows, block, whole - row * W, W);
+        tiles<kind, M, 1>(weight, x, row, row + rows, block, whole - row * W, W, nullptr);
         for (int64_t r = 0; r < rows; r++)
             std::memcpy(y + (row + r) * stride + block * W, whole + r * W, sizeof(float) * columns);
     }
 }
 
+// What threads fetch while they work: the weights `lead` blocks on, or those that come after this product.
+struct Later {
+    int64_t lead;
+    const uint8_t* next;  // null: nothing comes after it
+    size_t bytes;         // of that
+};
+
+INLINE const uint8_t* later_than(const Weight& weight, int64_t block, int64_t count, const Later& later) {
+    const size_t size = block_bytes(weight.kind, weight.K);
+    if (later.lead == 0) return nullptr;
+    if (block + later.lead < weight.blocks()) return weight.data + (block + later.lead) * size;
+    const size_t beyond = (block + later.lead - weight.blocks()) * size;
+    return later.next && beyond + count * size <= later.bytes ? later.next + beyond : nullptr;
+}
+
 template <Kind kind>
-static void linear_item(const Weight& weight, const void* x, int64_t row, int64_t end, int64_t block, float* y, size_t stride) {
-#if VECTORS
-    constexpr int M = inputs_of(kind) == FLOATS ? 4 : 6, C = 2;
-#else
-    constexpr int M = 4, C = 1;
-#endif
+static void linear_item(const Weight& weight, const void* x, int64_t row, int64_t end, int64_t block, float* y, size_t stride, const Later& later) {
+    constexpr int NARROW = 4;  // rows of a tile of one block
     int64_t last = std::min<int64_t>(weight.blocks(), block + COLUMN_BLOCKS);
     if (last * W > weight.N) {
         last--;
-        partial_block<kind, M>(weight, x, row, end, y, stride);
+        partial_block<kind, NARROW>(weight, x, row, end, y, stride);
     }
 #if VECTORS
-    if (end - row == 1 && last - block == 4) return tiles<kind, 1, 4>(weight, x, row, end, block, y + block * W, stride);
+    constexpr int M = 6, C = 2, FLAT = 2;  // FLAT: rows of a tile of four blocks
+    if (end - row <= FLAT && last - block == 4)
+        return tiles<kind, FLAT, 4>(weight, x, row, end, block, y + block * W, stride, later_than(weight, block, 4, later));
+    for (; block + C <= last; block += C)
+        tiles<kind, M, C>(weight, x, row, end, block, y + block * W, stride, later_than(weight, block, C, later));
 #endif
-    for (; block + C <= last; block += C) tiles<kind, M, C>(weight, x, row, end, block, y + block * W, stride);
-    if constexpr (C > 1)
-        for (; block < last; block++) tiles<kind, M, 1>(weight, x, row, end, block, y + block * W, stride);
+    for (; block < last; block++)
+        tiles<kind, NARROW, 1>(weight, x, row, end, block, y + block * W, stride, later_than(weight, block, 1, later));
 }
 
 INLINE int64_t linear_items(const Weight& weight, int64_t T) {
     return (weight.blocks() + COLUMN_BLOCKS - 1) / COLUMN_BLOCKS * ((T + ROWS - 1) / ROWS);
 }
 
-static void linear(const Weight& weight, const void* x, int64_t T, int64_t item, float* y, size_t stride) {
+// Items are counted from the end: threads take the last one first, and so read the weight from its beginning.
+static void linear(const Weight& weight, const void* x, int64_t T, int64_t item, float* y, size_t stride, const Later& later) {
     const int64_t across = (weight.blocks() + COLUMN_BLOCKS - 1) / COLUMN_BLOCKS;
+    item = linear_items(weight, T) - 1 - item;
     const int64_t row = item / across * ROWS, block = item % across * COLUMN_BLOCKS;
     const int64_t end = std::min<int64_t>(T, row + ROWS);
     switch (weight.kind) {
-        case F32: return linear_item<F32>(weight, x, row, end, block, y, stride);
-        case F16: return linear_item<F16>(weight, x, row, end, block, y, stride);
-        case BF16: return linear_item<BF16>(weight, x, row, end, block, y, stride);
-        case Q8: return linear_item<Q8>(weight, x, row, end, block, y, stride);
-        case Q4: return linear_item<Q4>(weight, x, row, end, block, y, stride);
+        case F32: return linear_item<F32>(weight, x, row, end, block, y, stride, later);
+        case F16: return linear_item<F16>(weight, x, row, end, block, y, stride, later);
+        case BF16: return linear_item<BF16>(weight, x, row, end, block, y, stride, later);
+        case Q8: return linear_item<Q8>(weight, x, row, end, block, y, stride, later);
+        case Q4: return linear_item<Q4>(weight, x, row, end, block, y, stride, later);
     }
 }

@@ -7,6 +7,9 @@
 //     todo[p]   epoch | items not yet taken      a thread takes some by compare-and-swap, fewer as they run out
 //     left[p]   epoch | items not yet done       0: the phase is over
 //
+// A thread that waits for a phase to end fetches memory that later ones read, as `Fetched` says: the memory's
+// bandwidth is what a short run is bound by.
+//
 // The epoch counts runs. A late thread sees that its run is over by it, and touches nothing.
 //
 // Between runs the helpers spin for a bounded time and then sleep in a futex: an idle pool costs nothing.
@@ -40,6 +43,17 @@ static inline uint64_t now() {  // nanoseconds
     return uint64_t(time.tv_sec) * 1000000000u + uint64_t(time.tv_nsec);
 }
 
+struct Fetched {
+    const uint8_t* from;  // null: nothing
+    size_t bytes;
+};
+
+struct PhaseOfPool {
+    uint32_t items;
+    uint32_t most;    // items that a thread takes at once, at most
+    Fetched fetched;  // by threads that wait for its end
+};
+
 class Pool {
   public:
     static constexpr size_t MOST_PHASES = 16384;  // a late helper may read the counters at any time: they never move
@@ -58,20 +72,23 @@ class Pool {
 
     std::atomic<uint64_t> spent{0};  // nanoseconds of calls, kept by who makes them
 
-    // Runs work(phase, item, thread) for all items. counts[p]: the items of phase p, at most MOST_PHASES of them.
+    // Runs work(phase, item, thread) for all items of at most MOST_PHASES phases.
     // times[p], where asked for, receives the seconds that phase p took: from the end of the one before to the last
     // thread's end. One caller at a time.
     template <class Work>
-    void run(const std::vector<uint32_t>& counts, const Work& work, double* times = nullptr) {
+    void run(const std::vector<PhaseOfPool>& phases, const Work& work, double* times = nullptr) {
         const uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
-        for (size_t p = 0; p < counts.size(); p++) {
-            todo_[p].store(pack(epoch, counts[p]), std::memory_order_relaxed);
-            left_[p].store(pack(epoch, counts[p]), std::memory_order_relaxed);
+        for (size_t p = 0; p < phases.size(); p++) {
+            most_[p].store(phases[p].most, std::memory_order_relaxed);
+            from_[p].store(phases[p].fetched.from, std::memory_order_relaxed);
+            bytes_[p].store(phases[p].fetched.bytes, std::memory_order_relaxed);
+            todo_[p].store(pack(epoch, phases[p].items), std::memory_order_relaxed);
+            left_[p].store(pack(epoch, phases[p].items), std::memory_order_relaxed);
         }
-        phases_.store(uint32_t(counts.size()), std::memory_order_relaxed);
+        phases_.store(uint32_t(phases.size()), std::memory_order_relaxed);
         timed_.store(times != nullptr, std::memory_order_relaxed);
         if (times && !ends_) ends_.reset(new Counter[MOST_PHASES]());
-        for (size_t p = 0; times && p < counts.size(); p++) ends_[p].store(0, std::memory_order_relaxed);
+        for (size_t p = 0; times && p < phases.size(); p++) ends_[p].store(0, std::memory_order_relaxed);
         uint64_t before = times ? now() : 0;
         context_ = &work;
         call_ = [](const void* context, uint32_t phase, uint32_t item, int thread) {
@@ -80,7 +97,7 @@ class Pool {
         epoch_.store(epoch, std::memory_order_seq_cst);
         if (sleepers_.load(std::memory_order_seq_cst) > 0) wake();
         take_part(epoch, 0);
-        for (size_t p = 0; times && p < counts.size(); p++) {
+        for (size_t p = 0; times && p < phases.size(); p++) {
             const uint64_t end = std::max(before, ends_[p].load(std::memory_order_relaxed));
             times[p] = 1e-9 * double(end - before);
             before = end;
@@ -93,19 +110,21 @@ class Pool {
 
     void take_part(uint32_t epoch, int thread) {
         const uint32_t phases = phases_.load(std::memory_order_relaxed), share = 2 * uint32_t(threads());
+        Fetching fetching{};
         for (uint32_t p = 0; p < phases; p++) {
             for (;;) {
                 uint64_t seen = todo_[p].load(std::memory_order_acquire);
                 if (uint32_t(seen >> 32) != epoch) return;
                 const uint32_t items = uint32_t(seen);
                 if (items == 0) break;
-                const uint32_t taken = std::max<uint32_t>(1, items / share);
+                const uint32_t most = most_[p].load(std::memory_order_relaxed);
+                const uint32_t taken = std::max<uint32_t>(1, std::min(most, items / share));
                 if (!todo_[p].compare_exchange_weak(seen, seen - taken, std::memory_order_acq_rel)) continue;
                 for (uint32_t at = 1; at <= taken; at++) call_(context_, p, items - at, thread);
                 if (timed_.load(std::memory_order_relaxed)) note_end(p);
                 left_[p].fetch_sub(taken, std::memory_order_acq_rel);
             }
-            if (!wait(p, epoch)) return;
+            if (!wait(p, epoch, fetching)) return;
         }
     }
 
@@ -117,14 +136,25 @@ class Pool {
         }
     }
 
-    // Until phase p is over; false: the run is.
-    bool wait(uint32_t p, uint32_t epoch) const {
+    struct Fetching {  // of one thread
+        const uint8_t *from, *at;
+    };
+
+    // Until phase p is over; false: the run is. What is fetched may be gone by then: that does no harm.
+    bool wait(uint32_t p, uint32_t epoch, Fetching& fetching) const {
         for (int turn = 0;; turn++) {
             const uint64_t seen = left_[p].load(std::memory_order_acquire);
             if (uint32_t(seen >> 32) != epoch) return false;
             if (uint32_t(seen) == 0) return true;
-            if (turn < 4000) relax();
-            else sched_yield();
+            const uint8_t* from = from_[p].load(std::memory_order_relaxed);
+            if (from != fetching.from) fetching = {from, from};
+            if (from && size_t(fetching.at - from) < bytes_[p].load(std::memory_order_relaxed)) {
+                for (int line = 0; line < 4; line++, fetching.at += LINE) fetch(fetching.at);
+            } else if (turn < 4000) {
+                relax();
+            } else {
+                sched_yield();
+            }
         }
     }
 
@@ -154,6 +184,9 @@ class Pool {
     std::atomic<int> sleepers_{0};
     std::atomic<bool> stopping_{false}, timed_{false};
     const std::unique_ptr<Counter[]> todo_{new Counter[MOST_PHASES]()}, left_{new Counter[MOST_PHASES]()};
+    const std::unique_ptr<std::atomic<uint32_t>[]> most_{new std::atomic<uint32_t>[MOST_PHASES]()};
+    const std::unique_ptr<std::atomic<const uint8_t*>[]> from_{new std::atomic<const uint8_t*>[MOST_PHASES]()};
+    const std::unique_ptr<std::atomic<size_t>[]> bytes_{new std::atomic<size_t>[MOST_PHASES]()};
     std::unique_ptr<Counter[]> ends_;
     std::atomic<uint32_t> phases_{0};
     const void* context_ = nullptr;

@@ -7,7 +7,7 @@
 // run(row) for all rows, by the pool where there is one.
 static void each_row(Pool* pool, int64_t rows, const std::function<void(int64_t)>& run) {
     if (rows <= 0) return;
-    if (pool) pool->run({uint32_t(rows)}, [&](uint32_t, uint32_t row, int) { run(row); });
+    if (pool) pool->run({{uint32_t(rows), uint32_t(rows), {}}}, [&](uint32_t, uint32_t row, int) { run(row); });
     else for (int64_t row = 0; row < rows; row++) run(row);
 }
 static thread_local Drawing memory;

@@ -48,6 +48,9 @@ struct Step {
     float* output;             // [tokens, width of the last value]
 };
 
+constexpr int FEW = 64;                       // tokens of a step whose time is that of reading weights, in part
+constexpr size_t FETCHED = size_t(256) << 10; // bytes of the next weight that waiting threads fetch: they fit the second cache
+
 static void* pages(size_t bytes) {
     constexpr size_t huge = size_t(2) << 20;
     bytes = (bytes + huge - 1) / huge * huge;
@@ -88,12 +91,11 @@ class Program {
             const Rows rows = {step.rows, step.table_width, step.row_starts, step.contexts, step.blocks};
             plan.make(rows, step.block_size, step.kv_heads, attention_->heads / step.kv_heads, step.head_size, pool.threads());
         }
-        counts_.clear();
-        for (const Phase& each : phases_) counts_.push_back(uint32_t(items(each)));
+        prepare(pool.threads());
         while (int(scratch_.size()) < pool.threads()) scratch_.emplace_back(new Scratch);
         times_.resize(profiled_ ? phases_.size() : 0);
         const auto work = [this](uint32_t phase, uint32_t item, int thread) { execute(phases_[phase], item, *scratch_[thread]); };
-        pool.run(counts_, work, profiled_ ? times_.data() : nullptr);
+        pool.run(run_, work, profiled_ ? times_.data() : nullptr);
         for (size_t p = 0; p < times_.size(); p++) spent_[p] += times_[p];
         return 0;
     }
@@ -147,6 +149,23 @@ class Program {
         return nullptr;
     }
 
+    // How many items there are, and what is fetched meanwhile: each product's weights by the one before it.
+    void prepare(int threads) {
+        run_.resize(phases_.size());
+        later_.resize(phases_.size());
+        const Weight* next = nullptr;
+        for (size_t p = phases_.size(); p-- > 0;) {
+            const Instruction& i = list_[phases_[p].first];
+            const size_t bytes = next ? next->bytes() : 0;
+            const Weight* weight = i.op == LINEAR ? (const Weight*)i.weight : nullptr;
+            const int64_t count = items(phases_[p]), lead = weight && step_.tokens <= FEW ? threads * COLUMN_BLOCKS : 0;
+            later_[p] = {lead, next ? next->data : nullptr, bytes};
+            run_[p] = {uint32_t(count), weight ? 1u : UINT32_MAX, {}};
+            if (next && step_.tokens <= FEW) run_[p].fetched = {next->data, std::min(bytes, FETCHED)};
+            if (weight) next = weight;
+        }
+    }
+
     int64_t items(const Phase& phase) {
         const Instruction& i = list_[phase.first];
         if (i.op == LINEAR) return linear_items(*(const Weight*)i.weight, step_.tokens);
@@ -164,7 +183,7 @@ class Program {
         const Instruction& i = list_[phase.first];
         if (i.op == LINEAR) {
             const void* x = buffers_[i.x.buffer].inputs != FLOATS ? (const void*)&quantized_[i.x.buffer] : at(i.x, 0);
-            return linear(*(const Weight*)i.weight, x, step_.tokens, item, at(i.y, 0), stride(i.y));
+            return linear(*(const Weight*)i.weight, x, step_.tokens, item, at(i.y, 0), stride(i.y), later_[&phase - phases_.data()]);
         }
         if (i.op == ATTENTION) {
             if (cache_kind_ == WHOLE) return attend<float>(i, item, scratch);
@@ -256,7 +275,8 @@ class Program {
     std::vector<void*> memory_;
     std::vector<Quantized> quantized_;
     std::vector<Plan> plans_;  // of attention, by window
-    std::vector<uint32_t> counts_;
+    std::vector<PhaseOfPool> run_;
+    std::vector<Later> later_;
     std::vector<double> times_, spent_;
     std::vector<std::unique_ptr<Scratch>> scratch_;
 };

@@ -1,5 +1,6 @@
 // Products of quantized numbers: M rows x C column blocks at a time, a group of 32 inputs after the other.
 // y and bias begin at the tile's first column.
+// `later`: the weights of another tile, which are fetched meanwhile; or null.
 #pragma once
 #include "formats.h"
 
@@ -13,9 +14,7 @@ INLINE Integers high_nibbles(Integers b) { return low_nibbles(_mm512_srli_epi16(
 INLINE Integers multiply_bytes(Integers u, Integers q) { return _mm512_maddubs_epi16(u, q); }
 INLINE Integers multiply_words(Integers a, Integers b) { return _mm512_madd_epi16(a, b); }
 INLINE Integers ones16() { return _mm512_set1_epi16(1); }
-INLINE Integers signed_words(const uint8_t* u) {
-    return _mm512_sub_epi16(_mm512_cvtepu8_epi16(load<__m256i>(u)), _mm512_set1_epi16(128));
-}
+INLINE Integers signed_words(const uint8_t* q) { return _mm512_cvtepi8_epi16(load<__m256i>(q)); }
 #else
 typedef __m256i Integers;
 INLINE Integers splat_four(int32_t x) { return _mm256_set1_epi32(x); }
@@ -24,19 +23,18 @@ INLINE Integers high_nibbles(Integers b) { return low_nibbles(_mm256_srli_epi16(
 INLINE Integers multiply_bytes(Integers u, Integers q) { return _mm256_maddubs_epi16(u, q); }
 INLINE Integers multiply_words(Integers a, Integers b) { return _mm256_madd_epi16(a, b); }
 INLINE Integers ones16() { return _mm256_set1_epi16(1); }
-INLINE Integers signed_words(const uint8_t* u) {
-    return _mm256_sub_epi16(_mm256_cvtepu8_epi16(load<__m128i>(u)), _mm256_set1_epi16(128));
-}
+INLINE Integers signed_words(const uint8_t* q) { return _mm256_cvtepi8_epi16(load<__m128i>(q)); }
 #endif
 
-// sum += value, as one instruction: the compiler would make a tree of a chain of sums, and spill its leaves.
-#if defined(__AVX512F__)
-#define ADD_TO(sum, value, bits) asm("vpadd" bits " %1, %0, %0" : "+v"(sum) : "v"(value))
+// sum += value, as one instruction: with 16 registers the compiler would make a tree of a chain of sums, and spill
+// its leaves.
+#if defined(__AVX512BW__)
+INLINE void add16(Integers& sum, Integers value) { sum = _mm512_add_epi16(sum, value); }
+INLINE void add32(Integers& sum, Integers value) { sum = _mm512_add_epi32(sum, value); }
 #else
-#define ADD_TO(sum, value, bits) asm("vpadd" bits " %1, %0, %0" : "+x"(sum) : "x"(value))
+INLINE void add16(Integers& sum, Integers value) { asm("vpaddw %1, %0, %0" : "+x"(sum) : "x"(value)); }
+INLINE void add32(Integers& sum, Integers value) { asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(value)); }
 #endif
-INLINE void add16(Integers& sum, Integers value) { ADD_TO(sum, value, "w"); }
-INLINE void add32(Integers& sum, Integers value) { ADD_TO(sum, value, "d"); }
 
 INLINE Integers four(const void* from) {  // 4 bytes or 2 words of a row, before every output
     int32_t x;
@@ -98,7 +96,7 @@ INLINE void bytes_group(Integers (&sums)[C][M], const uint8_t* group, size_t blo
 template <Kind kind, int M, int C>
 INLINE void bytes_tile(
     const uint8_t* weight, size_t block, const int8_t* q, const float* scale, int K, const float* bias, float* y,
-    size_t stride
+    size_t stride, const uint8_t* later
 ) {
     const int groups = K / GROUP;
     F acc[C][M];
@@ -108,6 +106,7 @@ INLINE void bytes_tile(
         for (int r = 0; r < M; r++) acc[c][r] = bias ? load<F>(bias + c * W) : F{};
     for (int g = 0; g < groups; g++, weight += group_bytes(kind), q += GROUP, scale += 2) {
         Integers sums[C][M];
+        if (later) fetch_lines<C * group_bytes(kind)>(later + g * C * group_bytes(kind));
         bytes_group<kind>(sums, weight, block, q, K);
         UNROLL
         for (int c = 0; c < C; c++) {
@@ -159,7 +158,7 @@ INLINE void words_group(Integers (&sums)[C][M], const uint8_t* group, size_t blo
 template <int M, int C>
 INLINE void words_tile(
     const uint8_t* weight, size_t block, const int16_t* q, const float* scale, int K, const float* bias, float* y,
-    size_t stride
+    size_t stride, const uint8_t* later
 ) {
     F acc[C][M];
     UNROLL
@@ -168,6 +167,7 @@ INLINE void words_tile(
         for (int r = 0; r < M; r++) acc[c][r] = F{};
     for (int g = 0; g < K / GROUP; g++, weight += group_bytes(Q8), q += GROUP) {
         Integers sums[C][M];
+        if (later) fetch_lines<C * group_bytes(Q8)>(later + g * C * group_bytes(Q8));
         words_group(sums, weight, block, q, K);
         UNROLL
         for (int c = 0; c < C; c++) {

@@ -1,7 +1,7 @@
 // Vectors of this build's width, and the few operations that compilers do not find by themselves.
 //
 // Float arithmetic is written once with the compiler's vector types. A build for an instruction set
-// (ISA) chooses the width: 16 lanes with AVX-512, else 8.
+// (ISA) chooses the width: 16 lanes with AVX-512, 8 with AVX2, else 4, which SSE2 and NEON have.
 #pragma once
 #include <cstdint>
 #include <algorithm>
@@ -11,28 +11,33 @@
 #include <type_traits>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_MEMBER inline __attribute__((always_inline))
 
-// Loops over the registers of a tile must be unrolled, or the registers become memory. The portable build
-// leaves the choice to the compiler: it has no registers of this width anyway, and unrolling takes it minutes.
+// Loops over the registers of a tile must be unrolled, or the registers become memory.
+#define UNROLL _Pragma("GCC unroll 16")
+
+// Whether there are products of integers, and what else the kernels for vectors of 8 and more need.
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define VECTORS 1
-#define UNROLL _Pragma("GCC unroll 16")
 #else
 #define VECTORS 0
-#define UNROLL
 #pragma GCC diagnostic ignored "-Wpsabi"  // of vectors as arguments: every function that takes one is inline
 #endif
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 constexpr int W = 16;
 constexpr __mmask16 EVERY = 0xffff;  // all lanes: GCC 12 warns of its own header where a conversion has no mask
-#else
+#elif VECTORS
 constexpr int W = 8;
+#else
+constexpr int W = 4;
 #endif
+constexpr int LINE = 64;  // bytes of a cache line
 
 typedef float F __attribute__((vector_size(4 * W)));
 typedef int32_t I __attribute__((vector_size(4 * W)));
@@ -50,6 +55,13 @@ template <class V, class T>
 INLINE void store(T* to, V v) {
     std::memcpy(to, &v, sizeof v);
 }
+// The line of `at` comes nearer, past the first cache, where lines of the present would have to make room for it.
+INLINE void fetch(const void* at) { __builtin_prefetch(at, 0, 2); }
+template <size_t bytes>
+INLINE void fetch_lines(const uint8_t* from) {
+    UNROLL
+    for (size_t at = 0; at < bytes; at += LINE) fetch(from + at);
+}
 INLINE F splat(float x) { return x - F{}; }  // not a sum: -0 + 0 is 0, so that it would be computed
 
 // a * b + c, rounded once where the machine can: said outright, so that every copy of a loop rounds alike.
@@ -58,6 +70,8 @@ INLINE F fma(F a, F b, F c) {
     return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
     return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (F)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
 #endif
@@ -124,9 +138,10 @@ INLINE F from_half(const uint16_t* h) {
 #elif defined(__F16C__)
     return (F)_mm256_cvtph_ps(load<__m128i>(h));
 #else
-    F f;
-    for (int i = 0; i < W; i++) f[i] = half_to_float(h[i]);
-    return f;
+    const I bits = __builtin_convertvector(load<H>(h), I), body = bits & 0x7fff;
+    const F finite = (F)(body << 13) * 5.192296858534828e33f;  // 2^112: exponents have other zeros
+    const I special = (body << 13) | 0x7f800000;
+    return (F)((body < 0x7c00 ? (I)finite : special) | (bits & 0x8000) << 16);
 #endif
 }
 

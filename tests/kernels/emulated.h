@@ -46,6 +46,15 @@ EMULATED __m512i widened_words(__m256i x) {
 EMULATED __m512i widened_bytes(__m256i x) {
     return integers([&](int i) { return _mm256_cvtepi8_epi16(of(x, i)); });
 }
+EMULATED __m512i widened_bytes_twice(__m128i x) {
+    return integers([&](int i) { return _mm256_cvtepi8_epi32(i ? _mm_unpackhi_epi64(x, x) : x); });
+}
+EMULATED __m512 as_floats(__m512i x) {
+    return floats([&](int i) { return _mm256_cvtepi32_ps(of(x, i)); });
+}
+EMULATED __m512 larger(__m512 a, __m512 b) {
+    return floats([&](int i) { return _mm256_max_ps(of(a, i), of(b, i)); });
+}
 EMULATED __m512i rounded(__m512 x) {
     return integers([&](int i) { return _mm256_cvtps_epi32(of(x, i)); });
 }
@@ -99,6 +108,9 @@ EMULATED __m512i same8(int x) {
 #define _mm512_maskz_cvtps_ph(mask, x, how) emulated::to_halves(x)
 #define _mm512_maskz_cvtepu16_epi32(mask, x) emulated::widened_words(x)
 #define _mm512_maskz_cvtps_epi32(mask, x) emulated::rounded(x)
+#define _mm512_maskz_cvtepi32_ps(mask, x) emulated::as_floats(x)
+#define _mm512_maskz_cvtepi8_epi32(mask, x) emulated::widened_bytes_twice(x)
+#define _mm512_maskz_max_ps(mask, a, b) emulated::larger(a, b)
 #define _mm512_cvtepi8_epi16(x) emulated::widened_bytes(x)
 #define _mm512_and_si512(a, b) emulated::conjunction(a, b)
 #define _mm512_srli_epi16(x, bits) emulated::shifted(x, bits)

@@ -21,6 +21,7 @@ from kernels.attention.rows import Rows
 from kernels.embedding import reference as embedding_reference
 from kernels.kv_write import reference as kv_write_reference
 from kernels.kv_write import scatter
+from kernels.largest import reference as largest_reference
 from kernels.linear import packed, tiled
 from kernels.linear import reference as linear_reference
 from kernels.linear.blocks import Blocks
@@ -86,6 +87,7 @@ def _torch_ops(*, fast: bool, deterministic: bool, note: str) -> Ops[Tensor]:
         rope_cos_sin=rope_reference.rope_cos_sin,
         rope=rope_reference.rope,
         silu_mul=silu_mul_reference.silu_mul,
+        largest=largest_reference.pairs,
         selection=None,
         spent_s=lambda: 0.0,
     )

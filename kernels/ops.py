@@ -61,7 +61,7 @@ class Pass(Protocol):
     """Its program, to read; empty where there is none."""
 
     def __call__(self, given: StepTensors) -> Tensor:
-        """What the mathematics gives for the tokens of a step."""
+        """What the mathematics gives for the tokens of a step, good until the next call."""
 
 
 class Cut(NamedTuple):
@@ -120,6 +120,7 @@ class Ops(Generic[V]):
     rope_cos_sin: Callable[[V, Tensor, float, torch.dtype], tuple[V, V]]  # positions_T, inv_freq_E, scale
     rope: Callable[[V, V, V], V]  # x_TNA, cos_TE, sin_TE
     silu_mul: Callable[[V], V]  # gate_up_T2F
+    largest: Callable[[V], V]  # x_TV -> [T, 2]: where each row's largest is, as the bits of an int32, and its value
     # of tensors alone: what is chosen from logits; None leaves it to torch
     selection: Selection | None
     # seconds spent in compiled kernels so far; 0 where nobody counts

@@ -160,12 +160,12 @@ class Pool:
         before = _threads()
         self.address: int = library.calls.triptych_pool(threads, spins)
         self._helpers = sorted(_threads() - before)
-        self._spent = library.calls.triptych_spent
+        self._spent = c_uint64.from_address(library.calls.triptych_spent(self.address))
         finalize(self, library.calls.triptych_pool_free, self.address)
 
     def spent_s(self) -> float:
         """Seconds that callers have been inside C, in programs and selections."""
-        return 1e-9 * float(self._spent(self.address))
+        return 1e-9 * self._spent.value
 
     def pin(self) -> None:
         """This thread and the helpers keep to one core each, as far as there are cores."""
@@ -309,7 +309,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "triptych_serves": (c_int, (c_int,)),
     "triptych_pool": (c_void_p, (c_int, c_int)),
     "triptych_pool_free": (None, (c_void_p,)),
-    "triptych_spent": (c_uint64, (c_void_p,)),
+    "triptych_spent": (c_void_p, (c_void_p,)),
     "triptych_pages": (c_void_p, (c_int64,)),
     "triptych_pages_free": (None, (c_void_p,)),
     "triptych_packed_bytes": (c_int64, (c_int, c_int64, c_int64)),

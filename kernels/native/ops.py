@@ -56,6 +56,7 @@ def native_ops(options: NativeOptions, kv_dtype: torch.dtype, head_dim: int) -> 
         rope_cos_sin=rope_cos_sin,
         rope=rope,
         silu_mul=silu_mul,
+        largest=largest,
         selection=Selection(library, pool),
         spent_s=pool.spent_s,
     )
@@ -157,6 +158,13 @@ def silu_mul(gate_up: Symbol) -> Symbol:
     return y
 
 
+def largest(x: Symbol) -> Symbol:
+    """The place of each row's largest, in the bits of a float, and its value."""
+    y = x.recorder.new(2)
+    x.recorder.add(Line(Op.LARGEST, x=x, y=y))
+    return y
+
+
 def _floats(weight: torch.Tensor) -> torch.Tensor:
     return weight.float().contiguous()
 
@@ -203,15 +211,25 @@ class _Run:
         self._weights = [line.weight for line in recorder.lines]
         recorder.lines.clear()  # symbols and their recorder hold each other: weights must not hang on them
         self._pool = engine.pool
-        self._width = width
+        self._memory = torch.empty(0, width)
+        self._out = self._memory  # as much of it as the last step took
 
     def run(self, step: StepOfC) -> torch.Tensor:
-        """float32 [tokens of the step, width]."""
-        out = torch.empty(step.tokens, self._width)
-        step.output = out.data_ptr()
-        if step.tokens:
+        """float32 [tokens of the step, width], good until the next run.
+
+        New memory for every step would be new pages, whose return interrupts all threads.
+        """
+        tokens = step.tokens
+        if tokens > len(self._memory):
+            width = self._memory.shape[1]
+            self._memory = self._out = self._memory[:0]  # the old goes before the new comes
+            self._memory = torch.empty(tokens, width)
+        if tokens != len(self._out):
+            self._out = self._memory[:tokens]
+        step.output = self._out.data_ptr()
+        if tokens:
             self.compiled.run(self._pool, step)
-        return out
+        return self._out
 
 
 class Program(_Run):

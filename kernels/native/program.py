@@ -39,6 +39,7 @@ class Op(IntEnum):
     ATTENTION = 8
     SILU_MUL = 9
     TAKE = 10
+    LARGEST = 11
 
 
 _BY_TOKEN = frozenset(Op) - {Op.LINEAR, Op.ATTENTION}

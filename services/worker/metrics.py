@@ -70,11 +70,12 @@ class WorkerMetrics:
         self._seconds_of_step = self._step_seconds.labels(*labels)
         self._seconds_of_kernels = self._kernel_seconds.labels(*labels)
         self._sampled_tokens = self._sampled.labels(*labels)
+        self._steps_done = self._steps.labels(*labels, "ok")
         self._held_rows = self._rows.labels(*labels)
 
     def step_done(self, tokens: int, seconds: float, sampled: int, rows: int, kernel_s: float = 0.0) -> None:
         """A step ran, `kernel_s` of its seconds in native kernels; `rows` hold a request after it."""
-        self._steps.labels(*self._labels, "ok").inc()
+        self._steps_done.inc()
         self._tokens_of_step.observe(tokens)
         self._seconds_of_step.observe(seconds)
         self._seconds_of_kernels.inc(kernel_s)

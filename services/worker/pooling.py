@@ -34,11 +34,6 @@ class Pooler:
     def __init__(self) -> None:
         self._sums: dict[int, _Sum] = {}
 
-    @property
-    def sums(self) -> int:
-        """How many there are."""
-        return len(self._sums)
-
     def add(self, new: NewRow) -> None:
         """A request comes onto its row."""
         self._sums.pop(new.row, None)

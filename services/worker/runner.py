@@ -17,6 +17,7 @@ from kernels.native.build import Unavailable
 from kernels.native.ops import NativeOptions
 from services.common.errors import FailedPrecondition, InvalidArgument
 from services.common.logs import Log
+from services.worker.batch import Batch
 from services.worker.cache import KVCache
 from services.worker.config import WorkerSettings
 from services.worker.loading import BITS, load_model
@@ -30,7 +31,6 @@ from services.worker.states import Span, States
 from services.worker.step import (
     MASKED,
     NO_WEIGHTS,
-    POOLS,
     PROMPT_LOGPROBS,
     ROW_DROPPED,
     ROW_FAILED,
@@ -166,10 +166,15 @@ class TorchRunner:
         give_back()
         return freed
 
-    @torch.inference_mode()
     def execute(self, step: StepInput, masks: Callable[[], Masks]) -> StepOutput:
         """Runs one step."""
         model, _ = self._model_of("execute")
+        if model.ops.name == "native":  # hardly a tensor: what torch need not keep of them is not worth the switch
+            return self._execute(model, step, masks)
+        with torch.inference_mode():
+            return self._execute(model, step, masks)
+
+    def _execute(self, model: Decoder, step: StepInput, masks: Callable[[], Masks]) -> StepOutput:
         spent_s = model.ops.spent_s()
         cache, states, sampler = self._rows_of_cache()
         for row in step.freed_rows.tolist():
@@ -189,23 +194,32 @@ class TorchRunner:
         wishes = functools.reduce(operator.or_, step.flags.tolist())  # what some row asks for
         asked = [span for span in spans if span.flags & SAMPLES]
         batch = states.batch(spans, _sampling_places(spans))
-        hidden_TD = model.forward(batch, cache)
         prompts: list[PromptLogprobs] = []
-        if wishes & PROMPT_LOGPROBS:
-            prompts += self._prompt_logprobs(model, states, spans, hidden_TD, results)
         pooled: list[Pooled] = []
-        if wishes & POOLS or self._pooler.sums:
+        if self._only_likeliest(batch, wishes, asked):
+            sampled = iter(sampler.likeliest(*model.likeliest(batch, cache)))
+            for span in asked:
+                results[span.row] = _take(states, span, list(islice(sampled, span.drafts + 1)))
+        else:
+            hidden_TD = model.forward(batch, cache)
+            if wishes & PROMPT_LOGPROBS:
+                prompts += self._prompt_logprobs(model, states, spans, hidden_TD, results)
             for result, vector in self._pooler.pool(states, spans, _ends(spans), hidden_TD):
                 results[result.row] = result
                 pooled += [] if vector is None else [vector]
-        if asked:
-            given = masks() if wishes & MASKED and any(span.flags & MASKED for span in asked) else {}
-            sampled = self._sample(model, asked, batch.sampled(hidden_TD), given)
-            for span, tokens in zip(asked, sampled, strict=True):
+            given = masks() if any(span.flags & MASKED for span in asked) else {}
+            for span, tokens in zip(asked, self._sample(model, asked, batch.sampled(hidden_TD), given), strict=True):
                 if span.row not in results:
                     results[span.row] = _take(states, span, tokens)
         ordered = [results[row] for row in step.rows.tolist() if row in results]
         return StepOutput(step.step_id, tuple(ordered), tuple(prompts), tuple(pooled), model.ops.spent_s() - spent_s)
+
+    def _only_likeliest(self, batch: Batch, wishes: int, asked: list[Span]) -> bool:
+        """Whether the largest logit at every token of the batch is all that it is for: most steps are so."""
+        if wishes != SAMPLES or batch.logits_at_S is not None or len(batch.input_ids_T) > self._settings.logits_rows:
+            return False
+        takes_likeliest = self._rows_of_cache()[2].takes_likeliest
+        return all(takes_likeliest(span.row) for span in asked)
 
     def _sample(
         self, model: Decoder, spans: list[Span], hidden_SD: torch.Tensor, masks: Masks

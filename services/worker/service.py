@@ -35,8 +35,8 @@ from services.worker.lease import Lease
 from services.worker.lifecycle import Lifecycle
 from services.worker.masks import MaskInbox, MasksLost, wait
 from services.worker.metrics import WorkerMetrics
-from services.worker.step import Masks, Runner
-from services.worker.stepper import Stepper, StepThread
+from services.worker.step import Masks, Runner, StepInput
+from services.worker.stepper import Stepper, StepThread, outcome
 
 CONTRACT_VERSION = 1
 _IDLE_S = 0.3
@@ -302,10 +302,22 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
             stream.masks.expire(step.step_id)
         masks = stream.masks.expect(step.step_id) if wire.waits_for_masks(step) else None
         self._stepper.expect()
-        self._thread.post(partial(self._answer, stream, step, masks, stream.last_frame), stream.answers.put_nowait)
+        decoded = outcome(partial(self._decode, step, stream.last_frame))  # while the step before it runs
+        self._thread.post(partial(self._answer, stream, step, decoded, masks), stream.answers.put_nowait)
+
+    def _decode(self, step: worker_pb2.Step, received_s: float) -> StepInput | None:
+        """The step, checked; None where there is nothing to run it on."""
+        life = self._life
+        if life.shape is None or life.model is None:
+            return None
+        return wire.decode_step(step, wire.bounds_of(life.shape, life.model), received_s)
 
     def _answer(
-        self, stream: _Stream, step: worker_pb2.Step, masks: Future[worker_pb2.StepMasks] | None, received_s: float
+        self,
+        stream: _Stream,
+        step: worker_pb2.Step,
+        decoded: StepInput | Exception | None,
+        masks: Future[worker_pb2.StepMasks] | None,
     ) -> worker_pb2.StepResult:
         """One step, on the step thread. `masks` is there where the step's flags ask for it."""
         begun = time.monotonic_ns()
@@ -314,14 +326,15 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
             life = self._life
             if life.asleep:
                 raise FailedPrecondition(life.missing)
-            if stream.closed or life.shape is None or life.model is None:
+            if stream.closed or life.shape is None or life.model is None or decoded is None:
                 return None
-            bounds = wire.bounds_of(life.shape, life.model)
-            decoded = wire.decode_step(step, bounds, received_s)
+            if isinstance(decoded, Exception):
+                raise decoded
+            vocab_size = life.model.vocab_size
 
             def masks_of_step() -> Masks:
                 assert masks is not None
-                return wire.decode_masks(wait(masks), decoded, bounds.vocab_size)
+                return wire.decode_masks(wait(masks), decoded, vocab_size)
 
             try:
                 output = self._stepper.run_step(decoded, masks_of_step)

@@ -40,6 +40,14 @@ _log = Log("worker.step")
 _BAD_ROWS = {ROW_NOT_FINITE: "not_finite", ROW_FAILED: "failed", ROW_NO_TOKEN: "no_token"}
 
 
+def outcome(function: Callable[[], _T]) -> _T | Exception:
+    """What it gives, or what it raises."""
+    try:
+        return function()
+    except Exception as error:
+        return error
+
+
 class StepThread:
     """A daemon thread that runs functions in order; a stuck one does not keep the process from ending."""
 
@@ -56,13 +64,13 @@ class StepThread:
         """
         future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
 
-        def settle(outcome: _T | Exception | None) -> None:
+        def settle(result: _T | Exception | None) -> None:
             if future.done():
                 return
-            if isinstance(outcome, Exception):
-                future.set_exception(outcome)
+            if isinstance(result, Exception):
+                future.set_exception(result)
             else:
-                future.set_result(outcome)  # type: ignore[arg-type]  # None where it was cancelled
+                future.set_result(result)  # type: ignore[arg-type]  # None where it was cancelled
 
         self.post(lambda: None if future.cancelled() else function(), settle)
         return future
@@ -78,12 +86,9 @@ class StepThread:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             loop, function, done = item
-            try:
-                outcome = function()
-            except Exception as error:
-                outcome = error
+            result = outcome(function)
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(done, outcome)
+                loop.call_soon_threadsafe(done, result)
 
 
 @dataclass(slots=True)

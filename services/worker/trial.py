@@ -43,7 +43,10 @@ def trial_step(model: Decoder, shape: CacheShape, logits_rows: int) -> None:
         spans.append(Span(row, computed, shape.max_model_len, SAMPLES, 0))
     total = sum(span.end - span.start for span in spans)
     batch = states.batch(spans, range(max(0, total - logits_rows), total))
-    hidden_TD = model.forward(batch, KVCache(model.kv_layout, shape, model.device))
+    cache = KVCache(model.kv_layout, shape, model.device)
+    hidden_TD = model.forward(batch, cache)
     logits_NV = model.logits(batch.sampled(hidden_TD))
     logits_NV[:_FLAT].zero_()  # the most that cutoffs can take, whatever the model says: all tokens are looked at
     sampler.sample(logits_NV, [Position(spans[index % rows].row, tokens) for index in range(len(logits_NV))])
+    last = [Span(span.row, span.end - 1, span.end, SAMPLES, 0) for span in spans[:logits_rows]]
+    model.likeliest(states.batch(last, range(len(last))), cache)

@@ -59,7 +59,8 @@ class Sequences:
             block_table_RB=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
             logits_at_S=torch.arange(len(ids)),
         )
-        logits = self.model.logits(self.model.forward(batch, self.cache)[batch.logits_at_S])
+        self.batch = batch
+        logits = self.model.logits(self.model.forward(batch, self.cache)[batch.logits_at_S]).clone()
         for row, (index, _) in enumerate(pieces):
             self.logits[index] += logits[starts[row] : starts[row + 1]].unbind()
 

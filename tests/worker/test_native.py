@@ -93,6 +93,15 @@ def test_logits_of_whole_prompts_chunks_decodes_and_preempted_rows(pair, sequenc
     assert float((found - wanted).abs().mean()) < TOLERANCE[dtype][1]
 
 
+def test_the_likeliest_without_logits_are_those_of_the_logits(pair, sequences):
+    run = Sequences(native(pair[1]), sequences)
+    run.step((index, run.left(index)) for index in range(len(sequences)))
+    logits = torch.cat([run.all_logits(index) for index in range(len(sequences))])
+    best, values = run.model.likeliest(run.batch, run.cache)
+    assert best == logits.argmax(1).tolist()
+    assert values == logits.amax(1).tolist()
+
+
 def test_one_thread_gives_what_two_give(pair, sequences):
     runs = [Sequences(native(pair[1], threads=threads), sequences) for threads in (1, 2)]
     for run in runs:

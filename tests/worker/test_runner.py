@@ -288,3 +288,12 @@ def test_a_quantization_that_is_asked_for_is_what_the_setting_would_be(model_pat
     with pytest.raises(InvalidArgument, match="int3") as caught:
         TorchRunner(WorkerSettings.build(**settings)).load(model_path, None, "int3")
     assert caught.value.field == "quantization"
+
+
+@pytest.mark.parametrize("ops", ["auto", "reference"])
+def test_greedy_steps_do_without_logits_and_give_the_same(model_path: str, ops: str, logits_at_once: list[int]) -> None:
+    runner = runner_of(model_path, ops=ops)
+    tokens = generate(runner, request(0, PROMPT, temperature=0.0), 8)
+    assert logits_at_once == [1]  # of the prompt's step, most of whose tokens sample nothing
+    assert generate(runner, request(0, PROMPT, temperature=0.0, logprobs=0), 8) == tokens
+    assert logits_at_once == [1] + 8 * [1]

@@ -175,7 +175,7 @@ def test_rows_without_drafts_take_one_position_each(model_path: str, monkeypatch
     asked: list[int] = []
     logits = model.logits
     monkeypatch.setattr(model, "logits", lambda hidden_SD: asked.append(len(hidden_SD)) or logits(hidden_SD))
-    new = [request(row, PROMPT, temperature=0) for row in range(3)]
+    new = [request(row, PROMPT, temperature=0, logprobs=0) for row in range(3)]
     run(runner, step(0, [(row, 0, len(PROMPT)) for row in range(3)], new))
     run(runner, step(1, [(row, len(PROMPT), 1 + 2 * (row == 1)) for row in range(3)], drafts={1: [5, 6]}))
     assert asked == [3, 5]
@@ -224,7 +224,8 @@ def test_a_poisoned_draft_position_costs_no_token_before_it(model_path: str) -> 
     """A logit that is not finite behind the second token fails the row in the next step, as it would without drafts."""
     runner = runner_of(model_path)
     right, _ = flat(plain(runner, request(0, PROMPT, temperature=0), 4, range(16)))
-    run(runner, step(0, [(1, 0, 11)], [request(1, PROMPT, temperature=0)], blocks={1: range(16, 32)}))
+    new = request(1, PROMPT, temperature=0, logprobs=0)  # so that there are logits
+    run(runner, step(0, [(1, 0, 11)], [new], blocks={1: range(16, 32)}))
     model, _ = runner._model_of("test")
     logits = model.logits
 

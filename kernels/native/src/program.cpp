@@ -29,8 +29,8 @@ int triptych_serves(int head_size) { return Program::serves(head_size); }
 
 Pool* triptych_pool(int threads, int spins) { return new Pool(threads, spins); }
 void triptych_pool_free(Pool* pool) { delete pool; }
-// Nanoseconds that callers have spent in programs and selections of this pool.
-uint64_t triptych_spent(const Pool* pool) { return pool->spent.load(std::memory_order_relaxed); }
+// Where the pool counts the nanoseconds that callers have spent in programs and selections.
+const std::atomic<uint64_t>* triptych_spent(const Pool* pool) { return &pool->spent; }
 
 void* triptych_pages(int64_t bytes) { return pages(size_t(bytes)); }
 void triptych_pages_free(void* at) { std::free(at); }

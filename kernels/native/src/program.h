@@ -77,7 +77,7 @@ class Program {
     }
     Program(const Program&) = delete;
     ~Program() {
-        for (void* each : memory_) std::free(each);
+        std::free(block_);
     }
 
     // 0, or -1 where there is no memory, -2 where a shape is not served (see `serves`).
@@ -130,14 +130,19 @@ class Program {
     bool grow(int tokens) {
         tokens = std::max(tokens, 2 * capacity_);
         capacity_ = 0;
-        for (size_t at = 0; at < buffers_.size(); at++) {
-            const Buffer& b = buffers_[at];
-            std::free(memory_[at]);
+        std::vector<size_t> starts;
+        size_t total = 0;
+        for (const Buffer& b : buffers_) {
             const size_t bytes = b.inputs == FLOATS ? size_t(tokens) * 4 * b.width : size_t(tokens) * (2 * b.width + b.width / 4 + 8);
-            memory_[at] = pages(bytes + 256);
-            if (!memory_[at]) return false;
-            quantized_[at].q = memory_[at];
-            quantized_[at].scale = (float*)((char*)memory_[at] + size_t(tokens) * 2 * b.width);
+            starts.push_back(total);
+            total += (bytes + 256 + 63) / 64 * 64;
+        }
+        std::free(block_);
+        block_ = (char*)pages(total);
+        if (!block_) return false;
+        for (size_t at = 0; at < buffers_.size(); at++) {
+            memory_[at] = quantized_[at].q = block_ + starts[at];
+            quantized_[at].scale = (float*)(block_ + starts[at] + size_t(tokens) * 2 * buffers_[at].width);
         }
         capacity_ = tokens;
         return true;
@@ -272,6 +277,7 @@ class Program {
     int capacity_ = 0, tokens_ = 1;  // tokens_: of one item
     Step step_{};
     std::vector<Phase> phases_;
+    char* block_ = nullptr;  // all buffers
     std::vector<void*> memory_;
     std::vector<Quantized> quantized_;
     std::vector<Plan> plans_;  // of attention, by window

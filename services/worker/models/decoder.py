@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from kernels.ops import Attention, Ops, Step, StepTensors
@@ -35,7 +36,9 @@ class Decoder:
         self._weights = weights
         self.ops = ops
         # Not methods of this object: what holds itself is not freed when it is let go.
-        self._forward = ops.compile(_Mathematics(config, weights, ops).hidden)
+        mathematics = _Mathematics(config, weights, ops)
+        self._forward = ops.compile(mathematics.hidden)
+        self._likeliest = ops.compile(mathematics.likeliest)
         self._logits = ops.compile_rows(weights.head, config.hidden_size)
 
     def one_layer(self) -> Decoder:
@@ -52,9 +55,22 @@ class Decoder:
         return self._forward.listing
 
     def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
-        """The final hidden states [T, D], normed; writes the keys and values of the batch into the cache."""
+        """The final hidden states [T, D], normed; writes the keys and values of the batch into the cache.
+
+        What it gives, and what `logits` gives, may be overwritten by the next call.
+        """
         rows = batch.rows(cache.block_size)
         return self._forward(StepTensors(batch.input_ids_T, batch.positions_T, batch.slots_T, rows, cache.tensor))
+
+    def likeliest(self, batch: Batch, cache: KVCache) -> tuple[list[int], list[float]]:
+        """For every token of the batch the one with the largest logit behind it, and that logit.
+
+        The same as `forward`, `logits` and an argmax, without anything in between that is kept.
+        """
+        rows = batch.rows(cache.block_size)
+        given = StepTensors(batch.input_ids_T, batch.positions_T, batch.slots_T, rows, cache.tensor)
+        pairs_T2 = self._likeliest(given).cpu().numpy()
+        return pairs_T2.view(np.int32)[:, 0].tolist(), pairs_T2[:, 1].tolist()
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """float32 logits [S, V] of final hidden states."""
@@ -86,6 +102,10 @@ class _Mathematics:
             x_TD = layer.down(ops.silu_mul(layer.gate_up(x_TD)))
             x_TD, residual_TD = ops.add_rms_norm(x_TD, residual_TD, next_norm_D, eps)
         return x_TD
+
+    def likeliest(self, step: Step[Any]) -> Any:
+        """The largest logit of each token, and whose it is."""
+        return self._ops.largest(self._weights.head(self.hidden(step)))
 
     def _queries_keys_values(self, layer: Layer, x_TD: Any, cos_TE: Any, sin_TE: Any) -> tuple[Any, Any, Any]:
         """Projected, normed where the model does so, and turned by position."""

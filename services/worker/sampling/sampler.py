@@ -84,13 +84,21 @@ class Sampler:
         """How the tokens of the row are chosen."""
         return self._params[row]
 
-    def sample(self, logits_NV: torch.Tensor, positions: Sequence[Position]) -> list[Sampled]:
-        """One result per position."""
-        best, best_values = self._selection.largest(logits_NV)
-        sampled = [
+    def takes_likeliest(self, row: int) -> bool:
+        """Whether the row needs no logits but the largest, as long as it has no mask."""
+        return row in self._greedy and row not in self._edited and row not in self._logprobs
+
+    def likeliest(self, best: Sequence[int], best_values: Sequence[float]) -> list[Sampled]:
+        """One result per position, where nothing but the largest logit counts."""
+        return [
             Sampled(ROW_OK, token) if math.isfinite(value) else _NOT_FINITE
             for token, value in zip(best, best_values, strict=True)
         ]
+
+    def sample(self, logits_NV: torch.Tensor, positions: Sequence[Position]) -> list[Sampled]:
+        """One result per position."""
+        best, best_values = self._selection.largest(logits_NV)
+        sampled = self.likeliest(best, best_values)
         edited: list[int] = []
         cuts: list[Cut] = []
         for index, position in enumerate(positions):

@@ -54,6 +54,12 @@ class GgufFile:
                 f"{path}: general.architecture = {self.architecture!r} is not served; these are: {served}",
                 field="general.architecture",
             )
+        parts = self.field("split.count")
+        if parts is not None and parts > 1:
+            raise InvalidArgument(
+                f"{path} is one of {parts} parts, which are not served; llama-gguf-split --merge makes them one file",
+                field="split.count",
+            )
         self._tensors = {self._hugging_face_name(name): tensor for name, tensor in self._reader.tensors.items()}
 
     def field(self, key: str) -> Any:

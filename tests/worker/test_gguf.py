@@ -32,7 +32,7 @@ NAMES = {
 }
 
 
-def write_gguf(model, path, architecture, changes=(), extra=()):
+def write_gguf(model, path, architecture, changes=(), extra=(), parts=0):
     """Writes a transformers model as llama.cpp's converter would, unquantized."""
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
@@ -56,6 +56,8 @@ def write_gguf(model, path, architecture, changes=(), extra=()):
     writer.add_string("tokenizer.ggml.pre", "smollm")
     writer.add_array("tokenizer.ggml.tokens", [f"t{index}" for index in range(config.vocab_size)])
     writer.add_array("tokenizer.ggml.merges", ["t 1"])
+    if parts:
+        writer.add_uint16("split.count", parts)
     for key, value in extra:
         writer.add_string(key, value)
     for name, tensor in model.state_dict().items():
@@ -139,6 +141,13 @@ def test_what_is_not_built_is_refused_by_its_key(tmp_path, architecture, changes
     with pytest.raises(InvalidArgument) as caught:
         load_model(str(path))
     assert caught.value.field == field
+
+
+def test_a_part_of_a_split_file_is_refused(tmp_path):
+    model = tiny.make("llama")
+    with pytest.raises(InvalidArgument, match="one of 2 parts"):
+        GgufFile(write_gguf(model, tmp_path / "m.gguf", "llama", parts=2))
+    assert GgufFile(write_gguf(model, tmp_path / "m.gguf", "llama", parts=1)).names()
 
 
 def test_a_tensor_without_a_place_is_named(tmp_path):

@@ -25,6 +25,7 @@ from services.common.server import Server
 START, END = 256, 257
 VOCAB = 258
 CONTEXT = 512
+_IDLE_S = 0.001  # between looks for something to do; a loop that never waits would slow the gateway beside it
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -143,9 +144,13 @@ class FakeEngine:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(self.step_s)
-            if not self.held and any(self.live.values()):
+            await asyncio.sleep(self.step_s if self._runs else _IDLE_S)
+            if self._runs:
                 self.step()
+
+    @property
+    def _runs(self) -> bool:
+        return bool(self.live) and not self.held
 
     def step(self) -> None:
         """One step for all requests."""

@@ -23,7 +23,7 @@ from services.gateway.rest.reply import Events
 from services.local.cluster import free_port
 from tests.gateway.client_checks import CHECKS, Check, obedient, say
 from tests.gateway.fake_engine import until
-from tests.gateway.stack import Stack, gateway_stack
+from tests.gateway.stack import Stack, clients, gateway_stack
 
 ENVOY = Path(sys.executable).with_name("envoy")
 CONFIG = Path(__file__).resolve().parents[2] / "deploy" / "envoy.yaml"
@@ -76,10 +76,7 @@ async def proxied(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pro
         log = (folder / "log").open("wb")
         child = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: ASYNC220
         try:
-            async with (
-                httpx.AsyncClient(base_url=url, timeout=20) as http,
-                openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20) as client,
-            ):
+            async with clients(url) as (http, client):
                 async with asyncio.timeout(20):
                     while True:
                         assert child.poll() is None, (folder / "log").read_text()

@@ -151,7 +151,7 @@ async def test_a_thousand_requests_send_no_abort() -> None:
 
 
 async def test_an_abort_reaches_the_engine_and_ends_the_iterator() -> None:
-    async with stack(FakeEngine(script=lambda *_: [65] * 90)) as s:
+    async with stack(FakeEngine(script=lambda *_: [65] * 90, step_s=0.005)) as s:
         request = s.router.submit(spec())
         await until(lambda: s.engine.step_number > 1)
         request.abort()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,12 @@ if build.is_stale():
     build.build()
 
 from services.local import demo
+
+# torch is not imported yet. Two threads of its own take as long as one where the cores are shared, and twice the CPU.
+# What a test or a role sets itself counts all the same.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Hundreds of child processes import the same modules: they keep them compiled, whatever the environment says.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @pytest.fixture(scope="session")

@@ -45,9 +45,14 @@ def _rounded(stored: Bytes, kind: Type) -> Blocks | None:
     step = max(1, _AT_ONCE // stored.shape[1])
     parts = (stored[first : first + step] for first in range(0, len(stored), step))
     try:
-        return Blocks.concat([Blocks.of(torch.from_numpy(gguf.quants.dequantize(part, kind))) for part in parts])
+        return Blocks.concat([Blocks.of(_dequantized(part, kind)) for part in parts])
     except ValueError:
         return None
+
+
+def _dequantized(stored: Bytes, kind: Type) -> torch.Tensor:
+    """What the library reads, given as one row: it takes 16 rows at a time, however short."""
+    return torch.from_numpy(gguf.quants.dequantize(stored.reshape(1, -1), kind)).view(len(stored), -1)
 
 
 _AT_ONCE = 1 << 18  # bytes

@@ -218,8 +218,7 @@ class TorchRunner:
         """Whether the largest logit at every token of the batch is all that it is for: most steps are so."""
         if wishes != SAMPLES or batch.logits_at_S is not None or len(batch.input_ids_T) > self._settings.logits_rows:
             return False
-        takes_likeliest = self._rows_of_cache()[2].takes_likeliest
-        return all(takes_likeliest(span.row) for span in asked)
+        return self._rows_of_cache()[2].take_likeliest([span.row for span in asked])
 
     def _sample(
         self, model: Decoder, spans: list[Span], hidden_SD: torch.Tensor, masks: Masks

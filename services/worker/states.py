@@ -43,8 +43,6 @@ class States:
         self._blocks = np.zeros((rows, -(-length // shape.block_size)), np.int32)
         self._num_blocks = [0] * rows
         self._requests: dict[int, NewRow] = {}
-        self._counting = np.arange(length, dtype=np.int64)
-        self._flat = np.zeros((3, 0), np.int64)  # ids, positions and slots of a batch
 
     def add(self, new: NewRow) -> None:
         """Puts a request on its row, without blocks."""
@@ -79,9 +77,10 @@ class States:
     def append(self, row: int, tokens: Sequence[int]) -> None:
         """Sampled tokens are the row's next ids. At the context's end there is no next step to read them."""
         length = self._lengths[row]
-        for token in tokens[: self._max_len - length]:
-            self._tokens[row, length] = token
-            length += 1
+        for token in tokens:
+            if length < self._max_len:
+                self._tokens[row, length] = token
+                length += 1
         self._lengths[row] = length
 
     def lay_drafts(self, step: StepInput) -> None:
@@ -124,19 +123,28 @@ class States:
         return spans, bad
 
     def batch(self, spans: Sequence[Span], logits_at: Sequence[int]) -> Batch:
-        """The flat batch of the spans; `logits_at` are flat positions. It is good until the next one is made."""
-        total = sum([span.end - span.start for span in spans])
-        if total > self._flat.shape[1]:
-            self._flat = np.zeros((3, 2 * total), np.int64)
+        """The flat batch of the spans; `logits_at` are flat positions."""
+        size = self._block_size
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
         row_starts, context_lens = [0], []
-        last = 0
-        for span in spans:
-            first, last = last, last + span.end - span.start
-            self._lay(span, first, last)
-            row_starts.append(last)
-            context_lens.append(span.end)
-        longest = -(-max(context_lens) // self._block_size)
-        ids_T, positions_T, slots_T = self._flat[:, :total]
+        for row, start, end, _, first_writable, _ in spans:
+            if end - start == 1:
+                ids.append(self._tokens.item(row, start))
+                positions.append(start)
+                slot = self._blocks.item(row, start // size) * size + start % size
+                slots.append(slot if start >= first_writable else -1)
+            else:
+                ids += self._tokens[row, start:end].tolist()
+                positions += range(start, end)
+                places = np.arange(start, end)
+                slots_N = self._blocks[row, places // size].astype(np.int64) * size + places % size
+                slots += np.where(places < first_writable, -1, slots_N).tolist()
+            row_starts.append(len(ids))
+            context_lens.append(end)
+        ids_T, positions_T, slots_T = np.array((ids, positions, slots), np.int64)
+        longest = -(-max(context_lens) // size)
         return Batch(
             input_ids_T=torch.from_numpy(ids_T),
             positions_T=torch.from_numpy(positions_T),
@@ -144,21 +152,5 @@ class States:
             row_starts=tuple(row_starts),
             context_lens=tuple(context_lens),
             block_table_RB=torch.from_numpy(self._blocks[[span.row for span in spans], :longest]),
-            logits_at_S=None if len(logits_at) == total else torch.tensor(logits_at, dtype=torch.int64),
+            logits_at_S=None if len(logits_at) == len(ids) else torch.tensor(logits_at, dtype=torch.int64),
         )
-
-    def _lay(self, span: Span, first: int, last: int) -> None:
-        """Writes the ids, positions and slots of a span to [first, last) of the flat batch."""
-        row, start, size = span.row, span.start, self._block_size
-        ids_T, positions_T, slots_T = self._flat
-        if last - first == 1:
-            ids_T[first] = self._tokens[row, start]
-            positions_T[first] = start
-            slots_T[first] = int(self._blocks[row, start // size]) * size + start % size
-        else:
-            ids_T[first:last] = self._tokens[row, start : span.end]
-            positions = positions_T[first:last] = self._counting[start : span.end]
-            slots_T[first:last] = self._blocks[row, positions // size].astype(np.int64) * size + positions % size
-        unwritten = span.first_writable - start
-        if unwritten > 0:
-            slots_T[first : min(last, first + unwritten)] = -1

@@ -9,7 +9,7 @@ A position that is greedy and has no mask and no feature costs its share of one 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +48,7 @@ class Sampler:
         self._params: dict[int, SamplingParams] = {}
         self._greedy: set[int] = set()  # rows whose token is the likeliest
         self._edited: set[int] = set()  # rows whose logits features edit
+        self._plain: set[int] = set()  # rows that are greedy, not edited, and want no log probabilities
         self._logprobs: dict[int, int] = {}  # how many of the likeliest a row wants besides its token
         self._selection: Selection = selection or Drawing(vocab_size, device)
         self._features: tuple[Feature[Any], ...] = (
@@ -70,12 +71,15 @@ class Sampler:
             self._edited.add(new.row)
         if new.sampling.logprobs is not None:
             self._logprobs[new.row] = new.sampling.logprobs
+        elif new.row in self._greedy and new.row not in self._edited:
+            self._plain.add(new.row)
 
     def free(self, row: int) -> None:
         """The row holds no request any more."""
         self._params.pop(row, None)
         self._greedy.discard(row)
         self._edited.discard(row)
+        self._plain.discard(row)
         self._logprobs.pop(row, None)
         for feature in self._features:
             feature.free(row)
@@ -84,9 +88,9 @@ class Sampler:
         """How the tokens of the row are chosen."""
         return self._params[row]
 
-    def takes_likeliest(self, row: int) -> bool:
-        """Whether the row needs no logits but the largest, as long as it has no mask."""
-        return row in self._greedy and row not in self._edited and row not in self._logprobs
+    def take_likeliest(self, rows: Iterable[int]) -> bool:
+        """Whether the rows need no logits but the largest, as long as they have no masks."""
+        return self._plain.issuperset(rows)
 
     def likeliest(self, best: Sequence[int], best_values: Sequence[float]) -> list[Sampled]:
         """One result per position, where nothing but the largest logit counts."""

@@ -32,8 +32,8 @@ NAMES = {
 }
 
 
-def write_gguf(model, path, architecture, changes=(), extra=(), parts=0):
-    """Writes a transformers model as llama.cpp's converter would, unquantized."""
+def write_gguf(model, path, architecture, changes=(), extra=(), parts=0, kinds=()):
+    """Writes a transformers model as llama.cpp's converter would, unquantized but for the matrices named in `kinds`."""
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     values = {
@@ -70,7 +70,10 @@ def write_gguf(model, path, architecture, changes=(), extra=(), parts=0):
             stored = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
         parts = stem.split(".", 3)
         target = NAMES[stem] if stem in NAMES else f"blk.{parts[2]}.{NAMES[parts[3]]}"
-        writer.add_tensor(f"{target}.{kind}", stored.float().contiguous().numpy())
+        floats = stored.float().contiguous().numpy()
+        quantized = dict(kinds).get(target.split(".")[-1]) if floats.ndim == 2 else None
+        values = floats if quantized is None else gguf.quants.quantize(floats, quantized)
+        writer.add_tensor(f"{target}.{kind}", values, raw_dtype=quantized)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -105,6 +108,25 @@ def test_logits_of_tiny_models(tmp_path, kind, architecture, monkeypatch):
         run.step([(0, len(IDS))])
         torch.testing.assert_close(run.all_logits(0), tiny.oracle_logits(oracle, IDS), atol=tolerance, rtol=0)
         assert facts.architecture == type(oracle).__name__
+
+
+@pytest.mark.parametrize("table", [Type.Q4_0, Type.Q8_0], ids=lambda kind: kind.name)
+@pytest.mark.usefixtures("merges_exist")
+def test_a_quantized_table_beside_a_head_of_its_own(tmp_path, table, monkeypatch):
+    sizes = {"hidden_size": 96, "intermediate_size": 96, "tie_word_embeddings": False}
+    monkeypatch.setitem(tiny.KINDS, "untied", ("Llama", sizes))
+    kinds = {"token_embd": table, "output": Type.Q8_0, "ffn_down": Type.Q5_1, "attn_v": Type.Q4_1}
+    path = str(write_gguf(tiny.make("untied"), tmp_path / "m.gguf", "llama", kinds=kinds.items()))
+    logs = {}
+    for dtype, ops in (("float32", "reference"), ("auto", "native")):
+        model, facts = load_model(path, dtype=dtype, ops=ops)
+        run = Sequences(model, [IDS])
+        run.step([(0, len(IDS))])
+        logs[dtype] = run.all_logits(0).log_softmax(-1)
+    kl = (logs["float32"].exp() * (logs["float32"] - logs["auto"])).sum(-1).mean()
+    assert 0 < kl < 0.02
+    assert facts.weight_memory["int8"] == 34 * 3 * (99 * (1 if table is Type.Q4_0 else 2) + 3 * 96)
+    assert facts.weight_memory.get("int4", 0) == (20 * 3 * 99 if table is Type.Q4_0 else 0)
 
 
 def test_quantized_tensors_are_dequantized_to_the_formats_own_values(tmp_path):

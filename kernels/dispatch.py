@@ -49,7 +49,7 @@ def choose_ops(
 ) -> Ops[Any]:
     """The ops of one run of the worker on a CPU.
 
-    kv_dtype is that of native ops: float16 or float32. Raises ValueError for a choice that does not exist, and
+    kv_dtype is that of native ops: float16, float32 or int8. Raises ValueError for a choice that does not exist, and
     Unavailable where "native" cannot be had; "auto" is torch then, with a note that says why.
     """
     if choice not in CHOICES:

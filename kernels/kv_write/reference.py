@@ -21,3 +21,10 @@ def kv_write(
         if slot >= 0:
             k_cache_NPKD[slot // block_size, slot % block_size] = k_TKD[token]
             v_cache_NPKD[slot // block_size, slot % block_size] = v_TKD[token]
+
+
+def as_bytes(x_TKD: torch.Tensor) -> torch.Tensor:
+    """What a cache of bytes keeps of keys or values: the nearest of 255 steps of a token and head's largest number."""
+    scale_TK1 = x_TKD.abs().amax(-1, keepdim=True) / 127
+    inverse_TK1 = torch.where(scale_TK1 > 0, 1 / scale_TK1, 0)
+    return (x_TKD * inverse_TK1).round() * scale_TK1

@@ -41,8 +41,9 @@ class Inputs(IntEnum):
 
 
 KINDS = {torch.float32: Kind.F32, torch.float16: Kind.F16, torch.bfloat16: Kind.BF16}
-CACHES = {torch.float16: 0, torch.float32: 1}
-"""Types of a cache."""
+CACHES = {torch.float16: 0, torch.float32: 1, torch.int8: 2}
+"""Types of a cache. One of bytes has a float per token and head behind them: what they are worth."""
+_SCALE = 4
 VECTOR = 16
 """Floats of the widest vector: a bias fills whole ones."""
 _NO_MEMORY = -1
@@ -257,6 +258,11 @@ class CompiledProgram:
         seconds = (ctypes.c_double * self._length)()
         self._calls.triptych_times(self._address, ctypes.addressof(seconds))
         return list(seconds)
+
+
+def kv_width(cache_dtype: torch.dtype, head_dim: int) -> int:
+    """Numbers that the cache takes per token and head."""
+    return head_dim + _SCALE if cache_dtype is torch.int8 else head_dim
 
 
 class Library:

@@ -10,7 +10,7 @@ import torch
 
 from kernels.linear.blocks import Blocks
 from kernels.native.build import Unavailable
-from kernels.native.library import Arena, CompiledProgram, Inputs, Library, PackedWeight, Pool, StepOfC, load
+from kernels.native.library import Arena, CompiledProgram, Inputs, Library, PackedWeight, Pool, StepOfC, kv_width, load
 from kernels.native.program import Line, Listing, Op, Recorder, Symbol
 from kernels.native.selection import Selection
 from kernels.ops import Attention, Ops, Step, StepTensors
@@ -43,7 +43,7 @@ def native_ops(options: NativeOptions, kv_dtype: torch.dtype, head_dim: int) -> 
         level=library.level,
         note="",
         kv_dtype=kv_dtype,
-        kv_block=lambda block_size, heads, head_dim: (heads, block_size, head_dim),
+        kv_block=lambda block_size, heads, head_dim: (heads, block_size, kv_width(kv_dtype, head_dim)),
         prepare_linear=engine.linear,
         prepare_embedding=engine.table,
         compile=engine.compile,
@@ -259,7 +259,7 @@ class Program(_Run):
             cache.stride(0),
             rows.block_size,
             self._kv_heads,
-            cache.shape[-1],
+            cache.shape[-1] - kv_width(cache.dtype, 0),
         )
         return self.run(step)
 

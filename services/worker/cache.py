@@ -35,7 +35,7 @@ class KvLayout:
     @property
     def bytes_per_token(self) -> int:
         """Keys and values of one token in all layers."""
-        return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.layers * math.prod(self.block(1, self.heads, self.head_dim)) * self.dtype.itemsize
 
     def bytes_per_block(self, block_size: int) -> int:
         """Keys and values of one block in all layers."""

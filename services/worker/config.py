@@ -41,6 +41,9 @@ class WorkerSettings(Settings):
     pin: bool = knob(False, "each thread of the native kernels keeps to a core of its own")
     nice: int = knob(0, "niceness of the threads that run a step; under 0 needs a privilege", ge=-20, le=19)
     deterministic: bool = knob(False, "equal tokens whatever runs beside a request, for some speed")
+    kv_cache_dtype: Literal["auto", "float16", "float32", "int8"] = knob(
+        "auto", "type of keys and values in the cache; auto is float16, or float32 on the exact path; int8: native only"
+    )
     kv_cache_bytes: int | None = knob(None, "bytes of the KV cache; unset takes kv_cache_fraction", gt=0)
     kv_cache_fraction: float = knob(0.25, "part of the memory left by weights and step that KV gets", gt=0, le=0.95)
     logits_rows: int = knob(256, "most positions whose logits exist at once, for prompt log probabilities", ge=1)

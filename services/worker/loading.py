@@ -24,6 +24,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 BITS = {"none": None, "int8": 8}
 
 
+KV_DTYPES = {"auto": None, "float16": torch.float16, "float32": torch.float32, "int8": torch.int8}
+"""Types of the KV cache, by the names of the setting."""
+
+
 def load_model(
     path: str,
     *,
@@ -32,13 +36,14 @@ def load_model(
     ops: str = "auto",
     deterministic: bool = False,
     quantize: str = "none",
+    kv_cache_dtype: str = "auto",
     native: NativeOptions | None = None,
 ) -> tuple[Decoder, LoadedModel]:
     """Loads a Hugging Face folder or a GGUF file.
 
     dtype is the type of the weights: "float32" is the exact path; None or "auto" keeps what the file has, quantized
     blocks too, where the ops read it (native), and otherwise is float32 on a CPU and the checkpoint's own elsewhere.
-    quantize "int8" rounds the weights that are not quantized then.
+    quantize "int8" rounds the weights that are not quantized then. kv_cache_dtype is one of KV_DTYPES.
 
     Raises NotFound for a path that is not there and InvalidArgument, naming the key or the tensor, for what cannot be
     served.
@@ -47,15 +52,23 @@ def load_model(
         raise InvalidArgument(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}", field="dtype")
     if quantize not in BITS:
         raise InvalidArgument(f"quantize must be one of {', '.join(BITS)}, not {quantize!r}", field="quantize")
+    if kv_cache_dtype not in KV_DTYPES:
+        names = ", ".join(KV_DTYPES)
+        raise InvalidArgument(f"kv_cache_dtype must be one of {names}, not {kv_cache_dtype!r}", field="kv_cache_dtype")
     raw, source, text_files = _open(Path(path))
     config = read_config(raw)
     chosen = choose_ops(
         ops if device == "cpu" or ops != "auto" else "torch",
         deterministic=deterministic,
-        kv_dtype=_kv_dtype(dtype, quantize, config, source),
+        kv_dtype=KV_DTYPES[kv_cache_dtype] or _kv_dtype(dtype, quantize, config, source),
         head_dim=config.head_dim,
         native=native,
     )
+    if kv_cache_dtype != "auto" and chosen.kv_dtype is None:
+        raise InvalidArgument(
+            f"kv_cache_dtype {kv_cache_dtype} needs the native kernels: {chosen.name} ones keep the model's own type",
+            field="kv_cache_dtype",
+        )
     precision = _precision(dtype, quantize, config, device, native=chosen.name == "native")
     with _one_thread() as threads:
         weights = load_weights(config, source, chosen, precision, torch.device(device), threads=threads)

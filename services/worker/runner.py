@@ -91,6 +91,7 @@ class TorchRunner:
                 ops=settings.ops,
                 deterministic=settings.deterministic,
                 quantize=quantization or settings.quantize,
+                kv_cache_dtype=settings.kv_cache_dtype,
                 native=NativeOptions(settings.isa, threads, settings.spin_us, settings.pin),
             )
         except Unavailable as error:

@@ -44,6 +44,8 @@ MODES: dict[str, dict[str, str]] = {
     "float16": {"ops": "native", "dtype": "float16"},
     "bfloat16": {"ops": "native", "dtype": "bfloat16"},
     "int8": {"ops": "native", "dtype": "float32", "quantize": "int8"},
+    "float16-kv8": {"ops": "native", "dtype": "float16", "kv_cache_dtype": "int8"},
+    "own-kv8": {"ops": "native", "kv_cache_dtype": "int8"},
 }
 """Arguments of load_model. "own" is what the file has: GGUF's blocks, or the type of safetensors."""
 EXACT = "float32"

@@ -79,16 +79,18 @@ def product(library: c.Library, weight: c.PackedWeight, x_TI: torch.Tensor, thre
     return run_rows(library, x_TI.contiguous(), lines, buffers, outputs, threads)
 
 
-def written(library: c.Library, case: Case) -> torch.Tensor:
+def written(library: c.Library, case: Case, dtype: torch.dtype = torch.float16) -> torch.Tensor:
     """A native cache full of NaN, to which the case's keys and values were written."""
     blocks, size, kv_heads, width = case.k_cache.shape
-    cache = torch.full((1, 2, blocks, kv_heads, size, width), torch.nan, dtype=torch.float16)
+    numbers = (1, 2, blocks, kv_heads, size, c.kv_width(dtype, width))
+    nothing = -1 if dtype is torch.int8 else torch.nan  # bytes of -1 are the scale NaN
+    cache = torch.full(numbers, nothing, dtype=dtype)
     known = torch.arange(blocks * size)
     known = known[~case.k_cache.reshape(blocks * size, -1).isnan().any(-1)]
     kv = torch.cat([case.k_cache.reshape(blocks * size, -1)[known], case.v_cache.reshape(blocks * size, -1)[known]], -1)
     k, v = c.View(0, 0, kv_heads * width), c.View(0, kv_heads * width, kv_heads * width)
     write = [instruction(Op.TAKE, y=c.View(0, 0, kv.shape[1])), instruction(Op.KV_WRITE, x=k, z=v)]
-    program = c.CompiledProgram(library, write, [c.Buffer(kv.shape[1], 0)])
+    program = c.CompiledProgram(library, write, [c.Buffer(kv.shape[1], 0)], dtype)
     step = c.StepOfC(tokens=len(kv), slots=known.data_ptr(), input=kv.data_ptr(), **_shape(case, cache))
     program.run(pool(library), step)
     return cache
@@ -125,7 +127,7 @@ def attend(
         output=out.data_ptr(),
         **_shape(case, cache),
     )
-    c.CompiledProgram(library, lines, [c.Buffer(heads * width, 0)]).run(pool(library, threads), step)
+    c.CompiledProgram(library, lines, [c.Buffer(heads * width, 0)], cache.dtype).run(pool(library, threads), step)
     return out.view(tokens, heads, width)
 
 

@@ -7,6 +7,7 @@ import torch
 
 from kernels.attention import reference
 from kernels.attention.rows import Rows
+from kernels.kv_write.reference import as_bytes
 from kernels.native.build import CHOICES
 from tests.kernels.native import LEVELS, attend, load, written
 from tests.kernels.paged import Case, make_case
@@ -119,7 +120,7 @@ def test_rows_that_begin_alike_are_bit_equal_to_each_alone(level, shape, block_s
     spans = [(600, 1), (10, 3), (530, 1), (700, 2), (520, 1), (555, 1), (540, 100), (610, 1), (300, 1)]
     case = halves(make_case(spans, heads=heads, kv_heads=kv_heads, size=size, block_size=block_size))
     share(case, [0, 2, 3, 5, 6, 8], 290 // block_size)
-    share(case, [3, 0, 5], 528 // block_size)
+    share(case, [3, 0, 5, 2], 528 // block_size)
     share(case, [4, 7], 100 // block_size)
     cache = written(library, case)
     out = attend(library, case, window, size**-0.5, cache=cache)
@@ -128,6 +129,25 @@ def test_rows_that_begin_alike_are_bit_equal_to_each_alone(level, shape, block_s
         tokens = slice(*case.rows.row_starts[row : row + 2])
         mine = attend(library, alone(case, row), window, size**-0.5, threads=1 + row % 3, cache=cache)
         assert torch.equal(out[tokens], mine), row
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("block_size", "window"), [(16, None), (3, 30), (64, 300)])
+def test_a_cache_of_bytes_holds_what_the_reference_says(level, block_size, window):
+    library = load(level)
+    case = make_case([(300, 1), (70, 9), (3, 40), (299, 1)], heads=6, kv_heads=2, size=48, block_size=block_size)
+    for tensor in (case.k_cache, case.v_cache, *(each for pair in case.dense for each in pair)):
+        tensor.copy_(as_bytes(tensor))
+    cache = written(library, case, torch.int8)
+    out = attend(library, case, window, 0.2, cache=cache)
+    torch.testing.assert_close(out, dense_attention(case, window, 0.2), atol=5e-5, rtol=1e-4)
+    for row in range(4):
+        tokens = slice(*case.rows.row_starts[row : row + 2])
+        assert torch.equal(out[tokens], attend(library, alone(case, row), window, 0.2, threads=3, cache=cache))
+    case.v_cache[case.rows.block_table_RB[1, 75 // block_size], 75 % block_size, 1] = torch.inf
+    hit = attend(library, case, window, 0.2, cache=written(library, case, torch.int8)).isnan()
+    assert hit[1 + 5 : 1 + 9, 3:].all()  # tokens of row 1 from position 75 on
+    assert int(hit.sum()) == 4 * 3 * 48
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -28,7 +28,7 @@ class Sequences:
         self.cache = KVCache(model.kv_layout, shape, model.device)
         for layer in range(model.config.num_layers):
             for tensor in self.cache.layer(layer):
-                tensor.fill_(torch.nan)
+                tensor.fill_(torch.nan if tensor.is_floating_point() else -1)  # bytes of -1 are a scale of NaN
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
         self.tables = [[order.pop() for _ in range(blocks)] for blocks in needed]
 

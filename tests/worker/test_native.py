@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kernels.native.ops import NativeOptions
+from services.common.errors import InvalidArgument
 from services.worker.loading import load_model
 from tests.worker import tiny
 from tests.worker.flat import Sequences
@@ -100,6 +101,22 @@ def test_the_likeliest_without_logits_are_those_of_the_logits(pair, sequences):
     best, values = run.model.likeliest(run.batch, run.cache)
     assert best == logits.argmax(1).tolist()
     assert values == logits.amax(1).tolist()
+
+
+@pytest.mark.parametrize("pair", list(KINDS)[:1], indirect=True)
+def test_a_cache_of_bytes_is_close(pair, sequences, expected):
+    """The kernel is held to its reference elsewhere; here the logits, of size 1, are off by a few hundredths."""
+    knobs = {"dtype": "float32", "kv_cache_dtype": "int8"}
+    model, facts = load_model(pair[1], ops="native", **knobs)
+    layout = model.kv_layout
+    assert facts.kv_groups[0].bytes_per_token == 2 * layout.layers * layout.heads * (layout.head_dim + 4)
+    run = Sequences(model, sequences)
+    run.step((index, run.left(index)) for index in range(len(sequences)))
+    found, wanted = torch.cat([run.all_logits(index) for index in range(5)]), torch.cat(expected["float32"])
+    assert float((found - wanted).abs().mean()) < 0.05
+    with pytest.raises(InvalidArgument, match="needs the native kernels") as caught:
+        load_model(pair[1], ops="torch", **knobs)
+    assert caught.value.field == "kv_cache_dtype"
 
 
 def test_one_thread_gives_what_two_give(pair, sequences):

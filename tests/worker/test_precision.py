@@ -203,7 +203,7 @@ def test_matrices_whose_width_is_no_multiple_of_32_stay_as_they_are(tmp_path, ca
     assert "multiple of 32" in record.fields["why"]
 
 
-@pytest.mark.parametrize(("knob", "value"), [("dtype", "int4"), ("quantize", "int4")])
+@pytest.mark.parametrize(("knob", "value"), [("dtype", "int4"), ("quantize", "int4"), ("kv_cache_dtype", "fp8")])
 def test_what_is_not_built_is_refused_by_its_name(tmp_path, knob, value):
     folder = tiny.save(tiny.make("mistral"), tmp_path)
     with pytest.raises(InvalidArgument, match=value) as caught:

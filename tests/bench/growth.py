@@ -25,7 +25,7 @@ CONTEXTS = (64, 256, 512, 1024, 2048)
 
 def costs(model: kernels.Model, kind: str) -> Costs:
     """What the model of tests.bench.kernels asks for."""
-    weights = {id(one): one.pages.size for one in model.kept if isinstance(one, native.PackedWeight)}
+    weights = {id(one): one.nbytes for one in model.kept if isinstance(one, native.PackedWeight)}
     mixed, kv = kernels.HEADS * kernels.SIZE, kernels.KV_HEADS * kernels.SIZE
     layer = kernels.WIDTH * (2 * mixed + 2 * kv + 3 * kernels.INNER)
     return Costs(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from kernels.native import library as native
 from services.worker.models.config import ModelConfig, RopeConfig
+from tests.bench import growth
 from tests.bench.floors import Costs, Machine, report, text
 from tests.bench.load.workloads import Workload
 
@@ -73,6 +77,16 @@ def test_a_workload_is_its_prompts_and_its_steps() -> None:
     assert json.loads(json.dumps(found)) == found
     assert "| W " in text(found)
     assert "| 8 x 1 " in text(found)
+
+
+def test_bytes_of_packed_weights_are_their_own() -> None:
+    library = native.load("auto")
+    arena = native.Arena(library)
+    plain, other = (native.PackedWeight(library, torch.ones(size, 32), arena=arena) for size in (16, 32))
+    model = SimpleNamespace(kept=[plain, other, plain, object()], cache=torch.zeros(1, dtype=torch.float16))
+    asked = growth.costs(model, "f32")
+    assert asked.weight_bytes == 4 * 32 * (16 + 32)
+    assert asked.kv_bytes == 2 * 2 * 30 * 3 * 64
 
 
 @pytest.mark.slow

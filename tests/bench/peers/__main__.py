@@ -50,7 +50,7 @@ def options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, help="at most so many requests of each workload, for a trial")
     parser.add_argument("--idle", type=float, default=10.0, metavar="SECONDS", help="of nothing asked; 0 for none")
-    parser.add_argument("--ready", type=float, default=300.0, metavar="SECONDS", help="for a server to start")
+    parser.add_argument("--ready", type=float, default=600.0, metavar="SECONDS", help="for a server to start")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the prompts; another each time")
     parser.add_argument("--out", type=Path, help="takes all figures as JSON, anew after each server")
     parser.add_argument("--logs", type=Path, help="keeps what the servers print; a folder of its own by default")

@@ -122,10 +122,11 @@ class Model:
         self.product("down", made["down"], self.inner, self.x)
         return self.norms(Op.ADD_RMS_NORM, x=self.x, z=self.residual)
 
-    def step(self, rows: int, new: int, context: int) -> Callable[[], None]:
-        """A run of so many rows of `new` tokens, which bring each to `context`."""
-        tokens, width = rows * new, -(-context // BLOCK)
-        table = torch.randperm(BLOCKS)[: rows * width].to(torch.int32).view(rows, width)
+    def step(self, rows: int, new: int, context: int, shared: int = 0) -> Callable[[], None]:
+        """A run of so many rows of `new` tokens, which bring each to `context`; they begin with the same blocks."""
+        tokens, width, same = rows * new, -(-context // BLOCK), shared // BLOCK
+        blocks = torch.randperm(BLOCKS)[: same + rows * (width - same)].to(torch.int32)
+        table = torch.cat((blocks[:same].expand(rows, same), blocks[same:].view(rows, width - same)), 1).contiguous()
         positions = torch.arange(context - new, context).repeat(rows)
         slots = (
             table.repeat_interleave(new, 0).long().gather(1, positions[:, None] // BLOCK)[:, 0] * BLOCK
@@ -196,15 +197,17 @@ def steps(library: c.Library, kinds: list[str], threads: int, repeats: int) -> N
     """Whole steps, and their parts."""
     for kind in kinds:
         model = Model(library, kind, threads)
-        for name, rows, new, context in (
-            *((f"{rows} x 1", rows, 1, CONTEXT) for rows in (1, 8, 32, 64)),
-            ("prefill 512", 1, 512, 512),
+        for name, rows, new, context, shared in (
+            *((f"{rows} x 1", rows, 1, CONTEXT, 0) for rows in (1, 8, 32, 64)),
+            ("1 x 1, long", 1, 1, 4000, 0),
+            ("32 x 1, same", 32, 1, 1153, 1024),  # after one beginning of 1,024 tokens
+            ("prefill 512", 1, 512, 512, 0),
         ):
-            run = model.step(rows, new, context)
+            run = model.step(rows, new, context, shared)
             turns = max(3, repeats if rows == 1 and new == 1 else repeats // 4)
             whole = least(run, turns) * 1e3
             parts = ", ".join(f"{label} {ms:.2f}" for label, ms in model.split(run, turns).items() if ms >= 0.005)
-            print(f"step  {kind:4}  {name:11}  {whole:8.2f} ms  {rows * new / whole * 1e3:7.0f} tokens/s  ({parts})")
+            print(f"step  {kind:4}  {name:12}  {whole:8.2f} ms  {rows * new / whole * 1e3:7.0f} tokens/s  ({parts})")
 
 
 def main() -> None:

@@ -158,11 +158,13 @@ class Program {
     void prepare(int threads) {
         run_.resize(phases_.size());
         later_.resize(phases_.size());
-        const Weight* next = nullptr;
+        const auto product = [](const Instruction& i) { return i.op == LINEAR; };
+        const auto first = std::find_if(list_.begin(), list_.end(), product);
+        const Weight* next = first == list_.end() ? nullptr : (const Weight*)first->weight;  // of the next step
         for (size_t p = phases_.size(); p-- > 0;) {
             const Instruction& i = list_[phases_[p].first];
             const size_t bytes = next ? next->bytes() : 0;
-            const Weight* weight = i.op == LINEAR ? (const Weight*)i.weight : nullptr;
+            const Weight* weight = product(i) ? (const Weight*)i.weight : nullptr;
             const int64_t count = items(phases_[p]), lead = weight && step_.tokens <= FEW ? threads * COLUMN_BLOCKS : 0;
             later_[p] = {lead, next ? next->data : nullptr, bytes};
             run_[p] = {uint32_t(count), weight ? 1u : UINT32_MAX, {}};

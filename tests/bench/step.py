@@ -1,10 +1,12 @@
 """A step of a served worker: how long it takes, and how much of it the kernels do.
 
-python -m tests.bench.step [--rows 1 8 64] [--sampling greedy cut free logprobs] [--json] [-- WORKER OPTION…]
+python -m tests.bench.step [--rows 1 8 64] [--sampling greedy cut free logprobs] [--beside 20] [--json]
+    [-- WORKER OPTION…]
 
 The worker is a process of its own; this one speaks for the engine, with as many steps on their way as an engine has.
 Every row stands at a context of about 256. `kernels` is the part of the time between two results in which the worker
-was inside C, by its own count; the rest is Python, threads that wake each other, and the stream.
+was inside C, by its own count; the rest is Python, threads that wake each other, and the stream. With `--beside` every
+other round runs beside a process that is busy for so many percent of a core, as a gateway is.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +50,7 @@ class Figures:
     rows: int
     step_ms: float
     kernel_ms: float
+    beside_ms: float | None = None  # of a step beside a busy process
 
     @property
     def rest_ms(self) -> float:
@@ -139,6 +142,26 @@ def check(result: Any, rows: int) -> None:
     assert result.row_status_u8 == bytes(rows), result.row_status_u8
 
 
+@contextlib.contextmanager
+def busy(percent: float) -> Iterator[None]:
+    """A process that is busy for so much of a core, 2 ms at a time; none for 0."""
+    source = (
+        "import time\n"
+        "while True:\n"
+        "    end = time.thread_time() + 0.002\n"
+        "    while time.thread_time() < end: pass\n"
+        f"    time.sleep({0.2 / max(percent, 0.1) - 0.002})\n"
+    )
+    if not percent:
+        yield
+        return
+    with subprocess.Popen([sys.executable, "-c", source]) as other:
+        try:
+            yield
+        finally:
+            other.kill()
+
+
 @contextlib.asynccontextmanager
 async def serving(options: Sequence[str], rows: int, steps: int) -> AsyncIterator[Bench]:
     """A worker with the demo model, and a stream to it."""
@@ -177,12 +200,17 @@ async def run(given: argparse.Namespace, options: Sequence[str]) -> list[Figures
         for sampling in given.sampling:
             for rows in given.rows:
                 blocks = -(-(CONTEXT + given.steps) // BLOCK)
-                rounds = []
+                rounds: dict[float, list[Figures]] = {0.0: [], given.beside: []}
                 for _ in range(given.rounds):
-                    await bench.prefill(sampling, rows, blocks)
-                    rounds.append(await bench.measure(sampling, rows, given.steps))
-                    await bench.free(rows)
-                figures.append(min(rounds, key=lambda each: each.step_ms))
+                    for percent, measured in rounds.items():
+                        await bench.prefill(sampling, rows, blocks)
+                        with busy(percent):
+                            measured.append(await bench.measure(sampling, rows, given.steps))
+                        await bench.free(rows)
+                quiet, beside = (
+                    min(measured, key=lambda each: each.step_ms) for measured in (rounds[0.0], rounds[given.beside])
+                )
+                figures.append(replace(quiet, beside_ms=beside.step_ms) if given.beside else quiet)
     return figures
 
 
@@ -195,17 +223,18 @@ def main() -> None:
     parser.add_argument("--sampling", nargs="+", choices=SAMPLING, default=list(SAMPLING))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--beside", type=float, default=0.0, metavar="PERCENT")
     parser.add_argument("--json", action="store_true")
     figures = asyncio.run(run(parser.parse_args(words[:cut]), words[cut + 1 :]))
     if "--json" in words[:cut]:
         print(json.dumps([{**asdict(each), "kernels": each.kernels} for each in figures]))
         return
-    print("| sampling | rows | ms per step | kernels ms | rest ms | kernels |")
-    print("|---|---|---|---|---|---|")
+    print("| sampling | rows | ms per step | kernels ms | rest ms | kernels | beside a busy process |")
+    print("|---|---|---|---|---|---|---|")
     for each in figures:
         print(
             f"| {each.sampling} | {each.rows} | {each.step_ms:.2f} | {each.kernel_ms:.2f} | {each.rest_ms:.2f}"
-            f" | {each.kernels:.0%} |"
+            f" | {each.kernels:.0%} | {f'{each.beside_ms:.2f}' if each.beside_ms else '-'} |"
         )
 
 

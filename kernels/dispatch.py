@@ -50,7 +50,8 @@ def choose_ops(
     """The ops of one run of the worker on a CPU.
 
     kv_dtype is that of native ops: float16, float32 or int8. Raises ValueError for a choice that does not exist, and
-    Unavailable where "native" cannot be had; "auto" is torch then, with a note that says why.
+    Unavailable where "native" or an instruction set that is named cannot be had; "auto" is torch then, with a note that
+    says why.
     """
     if choice not in CHOICES:
         raise ValueError(f"ops must be one of {', '.join(CHOICES)}, not {choice!r}")
@@ -59,7 +60,7 @@ def choose_ops(
         try:
             return native_ops(native or NativeOptions(), kv_dtype, head_dim)
         except Unavailable as error:
-            if choice == "native":
+            if choice == "native" or (native is not None and native.isa != "auto"):
                 raise
             note = str(error)
     return _torch_ops(fast=choice != "reference", deterministic=deterministic, note=note)

@@ -192,12 +192,12 @@ class Cluster:
                 raise ClusterError(f"the {role} ended {_how(status)}; its log stands above")
 
     def mend(self) -> list[str]:
-        """Starts a gateway again that ended beside others, and says so; raises as `check` does for all else.
+        """Starts a role again that has ended, and says so: the others hold what its requests need to go on.
 
-        One that ended right after its start would do so again.
+        One that ended right after its start would do so again: then this raises as `check` does.
         """
         said = []
-        for role in self._names if self._shares else ():
+        for role in self.roles:
             status = self._processes[role].poll()
             if status is not None and time.monotonic() - self._started[role] > _SHORT_LIFE_S:
                 _end(self._processes[role])
@@ -254,7 +254,7 @@ class Cluster:
         usual: dict[str, Any] = {"log_style": "text", "drain_s": self._drain_s}
         usual = {name: value for name, value in usual.items() if not self._said_elsewhere(module, name)}
         wired: dict[str, dict[str, Any]] = {
-            "worker": {"listen": worker, "model": self._model},
+            "worker": {"listen": worker, "model": self._model, "keep_trying": False},
             "engine": {"listen": engine, "worker": worker},
             "gateway": {"engine": engine, **clients, "reuse_port": self._shares},
         }

@@ -6,8 +6,8 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import uvloop
 from prometheus_client import CollectorRegistry
@@ -70,10 +70,13 @@ def _version() -> str:
         return "unpackaged"
 
 
-async def _preload(service: WorkerService, settings: WorkerSettings) -> None:
+async def _preload(service: WorkerService, settings: WorkerSettings, given_up: asyncio.Event) -> None:
     """Loads the configured model before any engine asks, so that their start-ups overlap; a failure is logged there."""
-    with suppress(TriptychError):
+    try:
         await service.load(settings.model, None)
+    except TriptychError:
+        if not settings.keep_trying:
+            given_up.set()
 
 
 async def _show_readiness(service: WorkerService, server: Server, stall_s: float) -> None:
@@ -113,11 +116,13 @@ async def main(argv: Sequence[str]) -> int:
     server = Server([settings.listen])
     await service.start(server)
     _log.info("listening", address=settings.listen, device=runner.device, metrics_port=scrape.port)
-    tasks: list[asyncio.Task[None]] = []
+    given_up = asyncio.Event()
+    ends = [asyncio.create_task(wait_for_signal()), asyncio.create_task(given_up.wait())]
+    tasks: list[asyncio.Task[Any]] = list(ends)
     if settings.model or settings.simulated:
-        tasks.append(asyncio.create_task(_preload(service, settings)))
+        tasks.append(asyncio.create_task(_preload(service, settings, given_up)))
     tasks.append(asyncio.create_task(_show_readiness(service, server, settings.stall_s)))
-    await wait_for_signal()
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     _log.info("ending", drain_s=settings.drain_s)
     for task in tasks:
         task.cancel()
@@ -126,7 +131,7 @@ async def main(argv: Sequence[str]) -> int:
     await service.close()
     await server.stop(_END_S)
     scrape.close()
-    return 0
+    return int(given_up.is_set())
 
 
 if __name__ == "__main__":

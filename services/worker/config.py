@@ -21,6 +21,9 @@ class WorkerSettings(Settings):
     listen: str = knob("127.0.0.1:50053", "address that the engine connects to: host:port or unix:/path")
 
     model: str = knob("", "folder or GGUF file of the model; empty waits for the engine to name one")
+    keep_trying: bool = knob(
+        True, "a model that cannot be loaded is tried again when an engine asks; else the worker ends"
+    )
     device: Literal["cpu"] = knob("cpu", "where the model runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = knob(
         "auto", "type of the weights; auto keeps the file's own, quantized too; float32 is the exact path"
@@ -28,7 +31,7 @@ class WorkerSettings(Settings):
     quantize: Literal["none", "int8"] = knob(
         "none", "round weights to int8, in groups of 32, as they are loaded: those that are not quantized yet"
     )
-    threads: int = knob(0, "threads that one step uses; 0 takes every core", ge=0)
+    threads: int = knob(0, "threads that one step uses; 0 takes every core", ge=0, le=256)
     ops: Literal["auto", "native", "torch", "reference"] = knob(
         "auto", "kernels: native (C++) where it can be had, torch's fastest, or the plain reference"
     )

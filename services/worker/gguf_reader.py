@@ -89,6 +89,8 @@ class Reader:
             (dimensions,) = _U32.unpack_from(self._bytes, at)
             *sizes, kind, offset = struct.unpack_from(f"<{dimensions}QIQ", self._bytes, at + 4)
             at += 4 + 8 * dimensions + 12
+            if kind not in GGML_QUANT_SIZES:
+                raise ValueError(f"the tensor {name} has the type {kind}, which is none of GGUF's")
             found.append((name, tuple(reversed(sizes)), Type(kind), offset))
         alignment = self._values.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:

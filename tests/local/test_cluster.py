@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -106,11 +107,16 @@ def test_children_end_when_their_parent_is_killed() -> None:
     assert not any(path.parent.exists() for path in sockets)
 
 
-def test_a_role_that_crashes_ends_the_cluster_with_a_message() -> None:
+def test_a_role_that_crashes_again_at_once_ends_the_cluster_with_a_message() -> None:
     process = serve()
     wait_for_line(process, "Ready. ")
     pids = children(process.pid)
-    os.kill(pids[0], signal.SIGKILL)
+    while process.poll() is None:  # the first time it may be started again
+        for pid in children(process.pid):
+            with contextlib.suppress(OSError):
+                if b"services.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
     _, error = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert "the worker ended by SIGKILL" in error
@@ -219,3 +225,14 @@ def test_the_environment_is_not_outranked_by_what_is_usual(monkeypatch: pytest.M
     assert "--log-style=text" not in cluster._arguments("engine")
     assert "--log-style=text" in cluster._arguments("worker")
     assert "--log-style=text" not in Cluster(engine={"config": "file.toml"})._arguments("engine")
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_cluster_with_a_message(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF")
+    command = [sys.executable, "-m", "services.cli", "serve", str(broken), f"--http-port={free_port()}"]
+    command += [f"--grpc-port={free_port()}", "--engine-metrics-port=0", "--worker-metrics-port=0"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert ended.returncode == 1
+    assert "cannot load the model" in ended.stderr
+    assert "the worker ended with status 1" in ended.stderr

@@ -235,6 +235,15 @@ def test_no_stranger_gets_the_ports(cluster: Cluster, shared: bool) -> None:
             Cluster(gateways=2, worker={"simulated": True}, gateway={"private_port": taken}).start()
 
 
+def test_worker_and_engine_are_started_again(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_SHORT_LIFE_S", 0.0)
+    for role in ("worker", "engine"):
+        cluster.kill(role)
+        assert cluster.mend() == [f"the {role} ended by SIGKILL and is started again"]
+        answer = httpx.post(f"{cluster.http_url}/v1/completions", json={"prompt": "x"}, timeout=PATIENCE_S)
+        assert answer.status_code == 200
+
+
 def test_a_gateway_that_ends_is_started_again_while_the_other_serves(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,7 @@ _OF_ONE_PROCESS = {"name", "metrics_port"}
 
 _MODEL_HELP = "GGUF file or Hugging Face folder; the demo model if left out"
 _MOST_GATEWAYS = 64
-_POLL_S = 0.2
+_POLL_S = 0.5
 _ECHO_S = 0.5
 
 

@@ -95,7 +95,7 @@ class Plan {
     }
 
     // Tiles for segments that several rows with few queries share. A row is in `shared_` with the keys that these do.
-    // From four rows on it wins (SmolLM2-135M, 1,024 shared tokens of 1,153: 8 to 17 % less time for 4 to 32 rows, as
+    // From four rows on it wins (SmolLM2-135M, 1,024 shared tokens of 1,153: 8 to 17 % less CPU time for 4 to 32 rows, as
     // more rows are multiplied by one conversion of keys; 2 rows were as fast alone): memory is read once in any case, as
     // heads of keys lie in the cache meanwhile.
     void share(const Rows& rows, int P, int most) {

@@ -91,15 +91,15 @@ def test_without_a_compiler_what_was_built_before_will_do(sources, tmp_path, mon
 
 
 @pytest.mark.usefixtures("no_compiler", "sources")
-def test_without_a_compiler_auto_is_torch_and_says_so(monkeypatch, tmp_path):
+def test_without_a_compiler_auto_is_torch_and_says_so_unless_it_names_an_instruction_set(monkeypatch, tmp_path):
     monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path))
-    options = NativeOptions(isa="portable")  # a level that no test has loaded from here
     library.load.cache_clear()
     try:
-        ops = choose_ops("auto", native=options)
+        ops = choose_ops("auto", native=NativeOptions())
         assert (ops.name, ops.note) == ("torch", "there is no C++ compiler (no-such-compiler)")
-        with pytest.raises(Unavailable, match="no C\\+\\+ compiler"):
-            choose_ops("native", native=options)
+        for choice, isa in (("native", "auto"), ("auto", "portable")):
+            with pytest.raises(Unavailable, match="no C\\+\\+ compiler"):
+                choose_ops(choice, native=NativeOptions(isa=isa))
     finally:
         library.load.cache_clear()
 

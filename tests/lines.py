@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -13,9 +14,9 @@ _T = TypeVar("_T")
 def lines_in(call: Callable[[], _T], within: str = "") -> tuple[_T, int]:
     """What the call gives, and how many lines ran of files whose path has `within`.
 
-    A garbage collection in the middle may run others' code.
+    No garbage is collected meanwhile: that would run others' code.
     """
-    lines, before = 0, sys.gettrace()
+    lines, before, collects = 0, sys.gettrace(), gc.isenabled()
 
     def count(frame: FrameType, event: str, _arg: Any) -> Any:
         nonlocal lines
@@ -24,8 +25,11 @@ def lines_in(call: Callable[[], _T], within: str = "") -> tuple[_T, int]:
         lines += event == "line"
         return count
 
+    gc.disable()
     sys.settrace(count)
     try:
         return call(), lines
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()

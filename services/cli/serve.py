@@ -47,7 +47,7 @@ class Asked(NamedTuple):
 
 
 def main(command: str, argv: Sequence[str]) -> int:
-    """Serves until a signal. Status 1 when a process of the cluster ends by itself."""
+    """Serves until a signal. Status 1 when a process of the cluster ends right after its start."""
     asked = parse(argv, f"triptych {command}")
     stop = _stop_at_signal()
     try:

@@ -138,6 +138,10 @@ def _stream(behaviour: Callable[..., Any], method: str) -> Callable[..., AsyncIt
     return call
 
 
+LOOK_S = {False: 0.1, True: 0.5}
+"""From one look at readiness to the next: seldom once a role is ready, so that idling costs nothing."""
+
+
 class Server:
     """A gRPC server on one or more addresses. `options` go before ours. Servicers are added before `start`."""
 

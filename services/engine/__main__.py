@@ -16,7 +16,7 @@ from services.common import logs
 from services.common.errors import TriptychError
 from services.common.logs import Log
 from services.common.metrics import Scrape
-from services.common.server import Server, tune_interpreter, wait_for_signal
+from services.common.server import LOOK_S, Server, tune_interpreter, wait_for_signal
 from services.common.settings import SettingsError
 from services.engine.config import EngineSettings
 from services.engine.control import Control
@@ -29,7 +29,6 @@ from services.engine.standing import Standing
 from services.engine.workers import WorkerGroup
 
 SERVICE = "triptych.v1.EngineService"
-_LOOK_S, _STEADY_LOOK_S = 0.1, 0.5  # between looks at readiness; seldom once it is ready, so that idling costs nothing
 _log = Log("engine")
 
 
@@ -98,7 +97,7 @@ class Engine:
                 self._ready = ready
                 await self.server.set_ready(ready)
                 _log.info("ready" if ready else "not ready", missing=self.workers.missing or None)
-            await asyncio.sleep(_STEADY_LOOK_S if ready else _LOOK_S)
+            await asyncio.sleep(LOOK_S[ready])
 
     async def drain(self) -> None:
         """Lets live requests finish for the time that the settings give them, and stops serving."""

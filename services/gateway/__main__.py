@@ -11,7 +11,7 @@ import uvloop
 
 from services.common import logs
 from services.common.logs import Log
-from services.common.server import Server, tune_interpreter, wait_for_signal
+from services.common.server import LOOK_S, Server, tune_interpreter, wait_for_signal
 from services.common.settings import SettingsError
 from services.gateway import metrics, service
 from services.gateway.config import GatewaySettings
@@ -25,7 +25,6 @@ from services.gateway.rest.renderer import Renderer
 from services.gateway.router import Router
 from services.gateway.trace import release
 
-_LOOK_S, _STEADY_LOOK_S = 0.1, 0.5  # between looks at readiness; seldom once it is ready, so that idling costs nothing
 _log = Log("gateway")
 
 
@@ -91,7 +90,7 @@ class Gateway:
                 await self.server.set_ready(ready)
                 self.metrics.ready.set(ready)
                 _log.info("ready" if ready else "not ready", missing=obstacle)
-            await asyncio.sleep(_STEADY_LOOK_S if ready else _LOOK_S)
+            await asyncio.sleep(LOOK_S[ready])
 
     def _scrape(self) -> bytes:
         self.metrics.live.set(self.router.live)

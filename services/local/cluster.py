@@ -209,7 +209,9 @@ class Cluster:
     def is_ready(self) -> bool:
         """Whether every gateway says that it can serve."""
         private = [(self._private_host, port) for port in self._private_ports.values()]
-        return all(_answers_ready(*address) for address in private or [(_reachable(self.host), self.http_port)])
+        return all(
+            answers(*address, "/health/ready") for address in private or [(_reachable(self.host), self.http_port)]
+        )
 
     def stop(self, drain_s: float | None = None) -> None:
         """Ends the gateways first, so that live streams finish within `drain_s`, then engine and worker."""
@@ -278,10 +280,11 @@ def _module(role: str) -> str:
     return role.partition("-")[0]
 
 
-def _answers_ready(host: str, port: int) -> bool:
+def answers(host: str, port: int, path: str) -> bool:
+    """Whether a server says OK to a GET."""
     connection = http.client.HTTPConnection(host, port, timeout=2)
     try:
-        connection.request("GET", "/health/ready")
+        connection.request("GET", path)
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
         return False

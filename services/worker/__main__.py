@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from services.common import logs
 from services.common.errors import TriptychError
 from services.common.metrics import Scrape
-from services.common.server import Server, tune_interpreter, wait_for_signal
+from services.common.server import LOOK_S, Server, tune_interpreter, wait_for_signal
 from services.common.settings import SettingsError
 from services.worker.config import WorkerSettings
 from services.worker.memory import available_bytes, share_one_heap
@@ -23,7 +23,6 @@ from services.worker.metrics import WorkerMetrics
 from services.worker.service import WorkerService
 from services.worker.step import Runner
 
-_LOOK_S, _STEADY_LOOK_S = 0.1, 0.5  # between looks at readiness; seldom once it is ready, so that idling costs nothing
 _END_S = 0.5  # what is left for the last answers to leave
 _log = logs.Log("worker")
 
@@ -89,7 +88,7 @@ async def _show_readiness(service: WorkerService, server: Server, stall_s: float
             ready, missing = shown = state
             await server.set_ready(ready)
             _log.info("ready" if ready else "not ready", missing=missing or None)
-        await asyncio.sleep(_STEADY_LOOK_S if state[0] else _LOOK_S)
+        await asyncio.sleep(LOOK_S[state[0]])
 
 
 async def main(argv: Sequence[str]) -> int:

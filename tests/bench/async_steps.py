@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -19,15 +18,14 @@ import time
 from array import array
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from protos import engine_pb2, worker_pb2, worker_pb2_grpc
 from services.common.channel import connect
+from tests.bench.proc import cpu_s
 from tests.engine.cluster import ROOT, Gateway
 
 _PROMPT = 16
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +67,6 @@ def _start(module: str, *options: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=ROOT)
 
 
-def _cpu_s(process: subprocess.Popen[bytes]) -> float:
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
-
-
 async def _steps_done(worker: Any) -> int:
     return int((await worker.Health(worker_pb2.WorkerServiceHealthRequest())).steps)
 
@@ -103,10 +96,10 @@ async def measure(rows: int, step_ms: float, seconds: float, in_flight: int) -> 
                 await gateway.submit(handle, ids, max_tokens=output)
             await gateway.until(lambda: len(gateway.arrivals) > 2 * 1000 / step_ms)
             stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
-            before = (time.perf_counter(), await _steps_done(stub), _cpu_s(engine), _cpu_s(worker))
+            before = (time.perf_counter(), await _steps_done(stub), cpu_s(engine.pid), cpu_s(worker.pid))
             first = len(gateway.arrivals)
             await asyncio.sleep(seconds)
-            after = (time.perf_counter(), await _steps_done(stub), _cpu_s(engine), _cpu_s(worker))
+            after = (time.perf_counter(), await _steps_done(stub), cpu_s(engine.pid), cpu_s(worker.pid))
             arrivals = gateway.arrivals[first:]
         finally:
             await gateway.close()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import selectors
 import socket
 import statistics
@@ -19,17 +18,11 @@ import sys
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+from tests.bench.proc import cpu_s
+
 _FIRST_WITHIN_S = 60.0
-
-
-def cpu_s(pid: int) -> float:
-    """CPU time that a process has used, user and system, all its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
 @dataclass

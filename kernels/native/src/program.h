@@ -94,7 +94,7 @@ class Program {
         prepare(pool.threads());
         while (int(scratch_.size()) < pool.threads()) scratch_.emplace_back(new Scratch);
         times_.resize(profiled_ ? phases_.size() : 0);
-        const auto work = [this](uint32_t phase, uint32_t item, int thread) { execute(phases_[phase], item, *scratch_[thread]); };
+        const auto work = [this](uint32_t phase, uint32_t item, int thread) { execute(phase, item, *scratch_[thread]); };
         pool.run(run_, work, profiled_ ? times_.data() : nullptr);
         for (size_t p = 0; p < times_.size(); p++) spent_[p] += times_[p];
         return 0;
@@ -186,11 +186,12 @@ class Program {
         return from + token * stride(view) + view.at;
     }
 
-    void execute(const Phase& phase, uint32_t item, Scratch& scratch) {
+    void execute(uint32_t number, uint32_t item, Scratch& scratch) {
+        const Phase& phase = phases_[number];
         const Instruction& i = list_[phase.first];
         if (i.op == LINEAR) {
             const void* x = buffers_[i.x.buffer].inputs != FLOATS ? (const void*)&quantized_[i.x.buffer] : at(i.x, 0);
-            return linear(*(const Weight*)i.weight, x, step_.tokens, item, at(i.y, 0), stride(i.y), later_[&phase - phases_.data()]);
+            return linear(*(const Weight*)i.weight, x, step_.tokens, item, at(i.y, 0), stride(i.y), later_[number]);
         }
         if (i.op == ATTENTION) {
             if (cache_kind_ == WHOLE) return attend<float>(i, item, scratch);

@@ -59,22 +59,24 @@ class Decoder:
 
         What it gives, and what `logits` gives, may be overwritten by the next call.
         """
-        rows = batch.rows(cache.block_size)
-        return self._forward(StepTensors(batch.input_ids_T, batch.positions_T, batch.slots_T, rows, cache.tensor))
+        return self._forward(_given(batch, cache))
 
     def likeliest(self, batch: Batch, cache: KVCache) -> tuple[list[int], list[float]]:
         """For every token of the batch the one with the largest logit behind it, and that logit.
 
         The same as `forward`, `logits` and an argmax, without anything in between that is kept.
         """
-        rows = batch.rows(cache.block_size)
-        given = StepTensors(batch.input_ids_T, batch.positions_T, batch.slots_T, rows, cache.tensor)
-        pairs_T2 = self._likeliest(given).cpu().numpy()
+        pairs_T2 = self._likeliest(_given(batch, cache)).cpu().numpy()
         return pairs_T2.view(np.int32)[:, 0].tolist(), pairs_T2[:, 1].tolist()
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """float32 logits [S, V] of final hidden states."""
         return self._logits(hidden_SD).float()
+
+
+def _given(batch: Batch, cache: KVCache) -> StepTensors:
+    rows = batch.rows(cache.block_size)
+    return StepTensors(batch.input_ids_T, batch.positions_T, batch.slots_T, rows, cache.tensor)
 
 
 class _Mathematics:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+from tests.bench.proc import TICKS_PER_S
+
 _TELLING = ("avx2", "fma", "f16c", "avx_vnni", "avx512", "amx", "asimd", "sve", "i8mm", "bf16", "fphp")
 """Beginnings of the flags that decide how fast products are."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import re
 import signal
@@ -15,9 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from services.local.cluster import free_port
+from services.local.cluster import answers, free_port
 from tests.bench.peers.servers import Server
-from tests.bench.sse_client import cpu_s
+from tests.bench.proc import cpu_s, stat
 
 _POLL_S = 0.05
 _ENDS_WITHIN_S = 20.0
@@ -39,7 +38,8 @@ class Process:
     @property
     def lives(self) -> bool:
         """Whether it is still this one, and no zombie."""
-        return _stat(self.pid)[19:20] == [self.started] and _stat(self.pid)[0] != "Z"
+        fields = _stat(self.pid)
+        return fields[19:20] == [self.started] and fields[0] != "Z"
 
 
 class Running:
@@ -66,7 +66,7 @@ class Running:
                 start_new_session=True,
             )
         try:
-            while not self._answers():
+            while not answers("127.0.0.1", self.port, self.server.ready):
                 self.check()
                 if time.monotonic() > begin + self._ready_s:
                     raise ServerDied(f"{self.server.name} does not answer after {self._ready_s:.0f} s{self._tail()}")
@@ -93,16 +93,6 @@ class Running:
         self._seen.update(members)
         return members
 
-    def _answers(self) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2)
-        try:
-            connection.request("GET", self.server.ready)
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
-
     def _tail(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines()[-_TAIL_LINES:]
         return "".join(f"\n    {line}" for line in lines)
@@ -124,9 +114,9 @@ class Running:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on; nothing where the process has gone."""
+    """The same as `stat`; nothing where the process has gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return stat(pid)
     except OSError:
         return []
 

@@ -303,7 +303,7 @@ class EngineCore:
     # Failing
 
     def _row_failed(self, request: Request, status: int, outcome: StepOutcome, events: list[Event]) -> None:
-        failure = row_failure(request, status, outcome.missing_media)
+        failure = row_failure(request, status, self.encoder.is_missing)
         if failure is None:
             self.scheduler.requeue(request)
         else:

@@ -144,6 +144,11 @@ class EncoderCache(Resource):
                 if not output.holders:
                     self._drop(output)
 
+    def is_missing(self, name: bytes) -> bool:
+        """Whether the worker could not encode it, for somebody who still waits for it."""
+        output = self._outputs.get(name)
+        return output is not None and output.missing
+
     def reset(self) -> None:
         """The worker is gone with all outputs."""
         self._outputs.clear()

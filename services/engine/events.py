@@ -28,6 +28,7 @@ class StepFailure:
     message: str
     error_id: str | None = None
     field: str | None = None  # of the Submit, where one is at fault
+    reason: str | None = None  # a stable word for programs
 
 
 class Owner(NamedTuple):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable
 from itertools import accumulate
 
-from services.common.errors import InvalidArgument
+from services.common.errors import InvalidArgument, Unavailable
 from services.engine.events import LogprobColumns, StepFailure
 from services.engine.plan import ROW_DROPPED, ROW_NO_TOKEN, ROW_NOT_FINITE, PromptLogprobsChunk, StepOutcome, StepPlan
 from services.engine.request import Request
@@ -16,6 +16,9 @@ _NO_TOKEN = StepFailure(
     "allowed_token_ids, bad_words, min_tokens and the constraint together forbid all",
     field="sampling",
 )
+
+MEDIA_MISSING = "MEDIA_MISSING"
+"""Why a request failed whose media the worker did not find: its gateway can make them again, and submit it again."""
 
 
 class LogprobCuts:
@@ -45,7 +48,7 @@ def not_yet_told(chunk: PromptLogprobsChunk, told: int) -> tuple[int, LogprobCol
     return chunk.first_position + skip, LogprobCuts(chunk.columns).cut(skip, positions)
 
 
-def row_failure(request: Request, status: int, missing_media: Container[bytes]) -> StepFailure | str | None:
+def row_failure(request: Request, status: int, missing: Callable[[bytes], bool]) -> StepFailure | str | None:
     """Why a row's request fails, a string where it is no fault of the client; None where it may run again."""
     if status == ROW_DROPPED:
         return request.grammar.failure if request.grammar is not None else None
@@ -54,8 +57,9 @@ def row_failure(request: Request, status: int, missing_media: Container[bytes]) 
     if status == ROW_NO_TOKEN:
         return _NO_TOKEN
     for item in request.family.spec.media:
-        if item.hash in missing_media:
-            return f"the content of the {item.modality} at prompt token {item.offset} was not found"
+        if missing(item.hash):
+            message = f"the content of the {item.modality} at prompt token {item.offset} was not found by the worker"
+            return StepFailure(Unavailable("").code_number, message, reason=MEDIA_MISSING)
     return "the worker gave no result for the request"
 
 

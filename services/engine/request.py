@@ -45,6 +45,8 @@ class MediaItem:
     offset: int  # index in the prompt of its first placeholder token
     length: int  # placeholder tokens
     embeddings: int  # that the encoder makes for it; at most length
+    grid: tuple[int, ...] = ()  # patches in time, height and width; passed on to the worker
+    source: str = ""  # host:port where its gateway has the content; passed on to the worker; empty means nowhere
 
 
 @dataclass(slots=True, frozen=True)

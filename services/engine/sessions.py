@@ -118,6 +118,7 @@ class Session:
         self.name = name
         self.records: dict[int, Record] = {}
         self.wake = asyncio.Event()
+        self.blob_address = ""  # host:port where its media can be fetched; empty where it serves none
         self.stream = 0  # counts attachments; an older stream ends when it sees a newer number
         self.attached = False
         self.gone: asyncio.TimerHandle | None = None

@@ -55,6 +55,8 @@ class MediaItem:
     offset: int  # of the first placeholder token
     length: int  # placeholder tokens
     embeddings: int
+    grid: tuple[int, ...] = ()  # patches in time, height and width; empty for audio
+    source: str = ""  # of one to encode: host:port where BlobService has it; empty means nowhere
 
 
 @dataclass(slots=True, frozen=True)
@@ -164,6 +166,7 @@ class StepOutput:
     results: tuple[RowResult, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     pooled: tuple[Pooled, ...] = ()
+    missing_media: tuple[bytes, ...] = ()  # hashes of items to encode whose content was not found
     kernel_s: float = field(default=0.0, compare=False)  # spent in compiled kernels, where they are counted
 
 

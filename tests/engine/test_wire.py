@@ -31,7 +31,7 @@ from services.engine.standing import ModelCard
 from services.engine.wire import columns, frames, steps, submits
 
 MODEL = ModelCard("m", "llama", 100, 1000, "f", "float32", ("generate", "image", "video"), 1)
-PICTURE = MediaItem(b"h" * 32, "image", 0, 2, 2)
+PICTURE = MediaItem(b"h" * 32, "image", 0, 2, 2, (1, 4, 2), "10.0.0.1:7")
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -52,7 +52,7 @@ def a_submit(**changes: Any) -> engine_pb2.Submit:
 
 def a_media(**changes: Any) -> common_pb2.MediaRef:
     fields: dict[str, Any] = {"hash": b"h" * 32, "modality": "image", "offset": 0, "length": 2, "embeddings": 2}
-    return common_pb2.MediaRef(**(fields | changes))
+    return common_pb2.MediaRef(**(fields | {"grid": [1, 4, 2]} | changes))
 
 
 def a_constraint(**fields: Any) -> common_pb2.SamplingParams:
@@ -60,7 +60,7 @@ def a_constraint(**fields: Any) -> common_pb2.SamplingParams:
 
 
 def spec_of(submit: engine_pb2.Submit) -> Any:
-    return submits.to_spec(submit, 11, model=MODEL, max_n=4)
+    return submits.to_spec(submit, 11, model=MODEL, max_n=4, blob_address="10.0.0.1:7")
 
 
 def test_columns_are_little_endian() -> None:
@@ -131,7 +131,10 @@ def test_the_fullest_submit() -> None:
     assert (spec.seed, spec.logprobs, spec.prompt_logprobs) == (2**63 + 1, 0, 20)
     assert (spec.priority, spec.tenant, spec.cache_salt, spec.deadline_s) == (-2, "t", "s", 1.5)
     assert (spec.gateway_state, spec.traceparent, spec.num_speculative_tokens) == (b"g", PARENT, 0)
-    assert spec.media == (MediaItem(b"h" * 32, "image", 0, 2, 1), MediaItem(b"v" * 32, "video", 2, 1, 1))
+    assert spec.media == (
+        MediaItem(b"h" * 32, "image", 0, 2, 1, (1, 4, 2), "10.0.0.1:7"),
+        MediaItem(b"v" * 32, "video", 2, 1, 1, (1, 4, 2), "10.0.0.1:7"),
+    )
     assert [(replay.token_ids.tolist(), replay.finish) for replay in spec.replay] == [
         ([8, 9], FINISH_NONE),
         ([2], FINISH_EOS),
@@ -174,6 +177,10 @@ def test_a_constraint_stays_in_the_engine(fields: dict[str, Any], kind: str, tex
         ({"media": [a_media(length=0)]}, InvalidArgument, "media[0].length"),
         ({"media": [a_media(embeddings=3)]}, InvalidArgument, "media[0].embeddings"),
         ({"media": [a_media(embeddings=0)]}, InvalidArgument, "media[0].embeddings"),
+        ({"media": [a_media(grid=[])]}, InvalidArgument, "media[0].grid"),
+        ({"media": [a_media(grid=[2, 4])]}, InvalidArgument, "media[0].grid"),
+        ({"media": [a_media(grid=[1, 2, 2, 2])]}, InvalidArgument, "media[0].grid"),
+        ({"media": [a_media(modality="video", grid=[0, 2, 2])]}, InvalidArgument, "media[0].grid"),
         ({"media": [a_media(offset=2)]}, InvalidArgument, "media[0].offset"),
         ({"media": [a_media(), a_media(offset=1, length=1, embeddings=1)]}, InvalidArgument, "media[1].offset"),
         ({"media": [a_media(offset=1), a_media(length=1, embeddings=1)]}, InvalidArgument, "media[1].offset"),
@@ -295,7 +302,7 @@ def test_a_plan_becomes_a_step() -> None:
         block_id_i32le=le(8, 9),
         draft_count_i32le=le(2),
         draft_id_i32le=le(5, 6),
-        encode=[worker_pb2.EncodeItem(media=a_media())],
+        encode=[worker_pb2.EncodeItem(media=a_media(), source="10.0.0.1:7")],
         dropped_media=[b"g" * 32],
     )
 

@@ -255,7 +255,14 @@ def test_some_rows_of_a_step() -> None:
 
 
 MEDIA = replace(BOUNDS, media=True)
-ITEM: dict[str, Any] = {"hash": b"h" * 32, "modality": "image", "offset": 1, "length": 3, "embeddings": 2}
+ITEM: dict[str, Any] = {
+    "hash": b"h" * 32,
+    "modality": "image",
+    "offset": 1,
+    "length": 3,
+    "embeddings": 2,
+    "grid": [1, 4, 2],
+}
 
 
 def test_media() -> None:
@@ -265,8 +272,9 @@ def test_media() -> None:
     message.encode.add(media=common_pb2.MediaRef(**ITEM), source="127.0.0.1:9")
     message.dropped_media.append(b"x" * 32)
     decoded = wire.decode_step(message, MEDIA, 7.5)
-    item = MediaItem(b"h" * 32, "image", 1, 3, 2)
-    assert (decoded.encode, decoded.dropped_media) == ((item,), (b"x" * 32,))
+    item = MediaItem(b"h" * 32, "image", 1, 3, 2, (1, 4, 2))
+    assert decoded.encode == (replace(item, source="127.0.0.1:9"),)
+    assert decoded.dropped_media == (b"x" * 32,)
     assert decoded.new_rows[0].media == (item, replace(item, offset=4, length=2))
 
 
@@ -277,6 +285,18 @@ def test_media() -> None:
         ("encode.media.hash", lambda message: message.encode.add(media=common_pb2.MediaRef(**{**ITEM, "hash": b""}))),
         ("encode.media", lambda message: message.encode.add(media=common_pb2.MediaRef(**{**ITEM, "embeddings": 4}))),
         ("encode.media", lambda message: message.encode.add()),
+        (
+            "encode.media.grid",
+            lambda message: message.encode.add(media=common_pb2.MediaRef(**{**ITEM, "grid": [1, 4]})),
+        ),
+        (
+            "encode.media.grid",
+            lambda message: message.encode.add(media=common_pb2.MediaRef(**{**ITEM, "grid": [0, 4, 2]})),
+        ),
+        (
+            "encode.media.grid",
+            lambda message: message.encode.add(media=common_pb2.MediaRef(**{**ITEM, "modality": "audio"})),
+        ),
     ],
 )
 def test_malformed_media_are_named(field: str, change: Change) -> None:
@@ -317,7 +337,9 @@ def test_results() -> None:
     (chunk,) = message.prompt_logprobs
     assert (chunk.row, chunk.epoch, chunk.first_position) == (3, 9, 0)
     assert unpack(chunk.logprobs.count_i32le) == [0, 1]
-    assert not wire.encode_result(StepOutput(1, results[2:]), 0).HasField("logprobs")
+    bare = wire.encode_result(StepOutput(1, results[2:], missing_media=(b"h" * 32,)), 0)
+    assert not bare.HasField("logprobs")
+    assert list(bare.missing_media) == [b"h" * 32]
 
 
 def test_failures() -> None:

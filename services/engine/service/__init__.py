@@ -108,6 +108,7 @@ class EngineService(OperatorCalls, WatchCalls):
                 f"this engine speaks contract version {cards.CONTRACT_VERSION}", field="hello.gateway"
             )
         session = loop.sessions.open(gateway.incarnation, gateway.name)
+        session.blob_address = first.hello.blob_address
         stream = self._attach(session)
         reader = asyncio.create_task(self._read(session, stream, requests))
         try:
@@ -190,8 +191,13 @@ class EngineService(OperatorCalls, WatchCalls):
     def _submit(self, session: Session, submit: engine_pb2.Submit) -> None:
         loop = self._loop
         try:
-            model, max_n = loop.standing.model, self._settings.max_n
-            spec = submits.to_spec(submit, session.gateway, model=model, max_n=max_n)
+            spec = submits.to_spec(
+                submit,
+                session.gateway,
+                model=loop.standing.model,
+                max_n=self._settings.max_n,
+                blob_address=session.blob_address,
+            )
             loop.submit(session, spec)
         except TriptychError as error:
             session.reject(submit.handle, error)

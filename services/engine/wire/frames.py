@@ -69,7 +69,9 @@ def _logprobs(columns: LogprobColumns) -> common_pb2.Logprobs:
 
 def _failed(event: Failed) -> engine_pb2.Failed:
     told = event.failure
-    failure = common_pb2.Failure(code=told.code, message=told.message, error_id=told.error_id, field=told.field)
+    failure = common_pb2.Failure(
+        code=told.code, message=told.message, error_id=told.error_id, field=told.field, reason=told.reason
+    )
     return engine_pb2.Failed(handle=event.owner.handle, choice=event.choice, failure=failure)
 
 

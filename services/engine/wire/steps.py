@@ -28,7 +28,7 @@ def step_message(plan: StepPlan) -> worker_pb2.ExecuteRequest:
         block_id_i32le=to_bytes(plan.block_ids),
         draft_count_i32le=to_bytes(plan.draft_counts),
         draft_id_i32le=to_bytes(plan.draft_ids),
-        encode=[worker_pb2.EncodeItem(media=_media_ref(item)) for item in plan.encode],
+        encode=[worker_pb2.EncodeItem(media=_media_ref(item), source=item.source) for item in plan.encode],
         dropped_media=plan.dropped_media,
     )
     return worker_pb2.ExecuteRequest(step=step)
@@ -51,7 +51,12 @@ def _new_row(row: NewRow) -> worker_pb2.NewRow:
 
 def _media_ref(item: MediaItem) -> common_pb2.MediaRef:
     return common_pb2.MediaRef(
-        hash=item.hash, modality=item.modality, offset=item.offset, length=item.length, embeddings=item.embeddings
+        hash=item.hash,
+        modality=item.modality,
+        offset=item.offset,
+        length=item.length,
+        embeddings=item.embeddings,
+        grid=item.grid,
     )
 
 

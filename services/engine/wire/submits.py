@@ -16,12 +16,15 @@ _TOKEN_BYTES = 16
 _GATEWAY_STATE_LIMIT = 64 * 1024
 _LOGPROBS_LIMIT = 20
 _MEDIA_LIMIT = 1024
-_MODALITIES = ("image", "video", "audio")
+_GRID_DIMENSIONS = {"image": 3, "video": 3, "audio": 0}
 _POOLINGS: dict[int, str] = {common_pb2.POOLING_MEAN: "mean", common_pb2.POOLING_LAST: "last"}
 
 
-def to_spec(submit: engine_pb2.Submit, gateway: int, *, model: ModelCard, max_n: int) -> RequestSpec:
-    """A Submit as the core takes it. Raises for what is malformed or not served, naming the field."""
+def to_spec(
+    submit: engine_pb2.Submit, gateway: int, *, model: ModelCard, max_n: int, blob_address: str = ""
+) -> RequestSpec:
+    """A Submit as the core takes it; its media can be fetched at the address. Raises for what is malformed or not
+    served, naming the field."""
     if len(submit.token) != _TOKEN_BYTES:
         raise InvalidArgument(f"token has {len(submit.token)} bytes instead of {_TOKEN_BYTES}", field="token")
     if len(submit.gateway_state) > _GATEWAY_STATE_LIMIT:
@@ -58,7 +61,7 @@ def to_spec(submit: engine_pb2.Submit, gateway: int, *, model: ModelCard, max_n:
             for index, choice in enumerate(submit.replay)
         ),
         traceparent=tracing.valid(submit.traceparent) if submit.HasField("traceparent") else None,
-        media=_media(submit.media, len(prompt), model),
+        media=_media(submit.media, len(prompt), model, blob_address),
         constraint=_constraint(sampling.constraint, vocab_size) if sampling.HasField("constraint") else None,
         num_speculative_tokens=sampling.num_speculative_tokens if sampling.HasField("num_speculative_tokens") else None,
         pooling=pooling,
@@ -110,11 +113,13 @@ def _top(field: str, value: int) -> int:
     return value
 
 
-def _media(refs: Sequence[common_pb2.MediaRef], prompt_len: int, model: ModelCard) -> tuple[MediaItem, ...]:
+def _media(
+    refs: Sequence[common_pb2.MediaRef], prompt_len: int, model: ModelCard, source: str
+) -> tuple[MediaItem, ...]:
     """The items in the order of their offsets; none overlaps another or leaves the prompt."""
     if len(refs) > _MEDIA_LIMIT:
         raise InvalidArgument(f"{len(refs)} media items are more than {_MEDIA_LIMIT}", field="media")
-    items = [_media_item(ref, f"media[{index}]", model) for index, ref in enumerate(refs)]
+    items = [_media_item(ref, f"media[{index}]", model, source) for index, ref in enumerate(refs)]
     end = 0
     for index, item in enumerate(items):
         field = f"media[{index}].offset"
@@ -128,8 +133,8 @@ def _media(refs: Sequence[common_pb2.MediaRef], prompt_len: int, model: ModelCar
     return tuple(items)
 
 
-def _media_item(ref: common_pb2.MediaRef, field: str, model: ModelCard) -> MediaItem:
-    if ref.modality not in _MODALITIES or ref.modality not in model.capabilities:
+def _media_item(ref: common_pb2.MediaRef, field: str, model: ModelCard, source: str) -> MediaItem:
+    if ref.modality not in _GRID_DIMENSIONS or ref.modality not in model.capabilities:
         raise Unimplemented(
             f"{field}.modality is {ref.modality!r}, which the model does not take", field=f"{field}.modality"
         )
@@ -141,7 +146,11 @@ def _media_item(ref: common_pb2.MediaRef, field: str, model: ModelCard) -> Media
     if not 1 <= ref.embeddings <= ref.length:
         message = f"{field}.embeddings is {ref.embeddings}, not within 1 and its length {ref.length}"
         raise InvalidArgument(message, field=f"{field}.embeddings")
-    return MediaItem(ref.hash, ref.modality, ref.offset, ref.length, ref.embeddings)
+    grid, dimensions = tuple(ref.grid), _GRID_DIMENSIONS[ref.modality]
+    if len(grid) != dimensions or 0 in grid:
+        wanted = f"{dimensions} numbers of at least 1" if dimensions else "nothing"
+        raise InvalidArgument(f"{field}.grid is {list(grid)}; {ref.modality} has {wanted} there", field=f"{field}.grid")
+    return MediaItem(ref.hash, ref.modality, ref.offset, ref.length, ref.embeddings, grid, source)
 
 
 def _constraint(constraint: common_pb2.Constraint, vocab_size: int) -> Constraint:

@@ -16,16 +16,22 @@ def decode_hash(data: bytes, name: str) -> bytes:
     return data
 
 
-def decode_media(message: common_pb2.MediaRef, name: str) -> MediaItem:
-    """The item. Raises InvalidArgument for one without embeddings, or with more of them than placeholder tokens."""
+def decode_media(message: common_pb2.MediaRef, name: str, source: str = "") -> MediaItem:
+    """The item. Raises InvalidArgument for one without embeddings, or with more of them than placeholder tokens,
+    and for a grid that is not three numbers of at least 1 (audio has none)."""
     if not 1 <= message.embeddings <= message.length:
         raise InvalidArgument(
             f"{name} has {message.embeddings} embeddings for {message.length} placeholder tokens", field=name
         )
+    grid = tuple(message.grid)
+    if len(grid) != (0 if message.modality == "audio" else 3) or 0 in grid:
+        raise InvalidArgument(f"{name}.grid is {list(grid)} for {message.modality}", field=f"{name}.grid")
     return MediaItem(
-        decode_hash(message.hash, f"{name}.hash"),
-        message.modality,
-        message.offset,
-        message.length,
-        message.embeddings,
+        hash=decode_hash(message.hash, f"{name}.hash"),
+        modality=message.modality,
+        offset=message.offset,
+        length=message.length,
+        embeddings=message.embeddings,
+        grid=grid,
+        source=source,
     )

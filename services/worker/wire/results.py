@@ -38,6 +38,7 @@ def encode_result(output: StepOutput, duration_us: int) -> worker_pb2.StepResult
         row_status_u8=bytes([result.status for result in results]),
         token_count_i32le=_pack("i", [len(result.token_ids) for result in results]),
         token_id_i32le=_pack("i", [token for result in results for token in result.token_ids]),
+        missing_media=output.missing_media,
         duration_us=duration_us,
     )
     if any(result.logprobs for result in results):

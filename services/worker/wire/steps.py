@@ -126,7 +126,7 @@ def _media(step: worker_pb2.Step, bounds: Bounds) -> tuple[tuple[MediaItem, ...]
         if present and not bounds.media:
             raise Unimplemented(f"{name} is not supported by this worker", field=name)
     return (
-        tuple(decode_media(item.media, "encode.media") for item in step.encode),
+        tuple(decode_media(item.media, "encode.media", item.source) for item in step.encode),
         tuple(decode_hash(item, "dropped_media") for item in step.dropped_media),
     )
 

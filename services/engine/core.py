@@ -242,7 +242,7 @@ class EngineCore:
             status, count = (ROW_OK, 0) if at is None else (statuses[at], counts[at])
             drafted = len(request.draft) if flags & SAMPLES else 0
             if status != ROW_OK or (flags & SAMPLES and not 1 <= count <= drafted + 1):
-                self._row_failed(request, status, outcome, events)
+                self._row_failed(request, status, events)
                 continue
             if drafted:
                 self._drafts.settle(request, count)
@@ -302,7 +302,7 @@ class EngineCore:
 
     # Failing
 
-    def _row_failed(self, request: Request, status: int, outcome: StepOutcome, events: list[Event]) -> None:
+    def _row_failed(self, request: Request, status: int, events: list[Event]) -> None:
         failure = row_failure(request, status, self.encoder.is_missing)
         if failure is None:
             self.scheduler.requeue(request)

@@ -166,8 +166,8 @@ class StepOutput:
     results: tuple[RowResult, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     pooled: tuple[Pooled, ...] = ()
-    missing_media: tuple[bytes, ...] = ()  # hashes of items to encode whose content was not found
     kernel_s: float = field(default=0.0, compare=False)  # spent in compiled kernels, where they are counted
+    missing_media: tuple[bytes, ...] = ()  # hashes of items to encode whose content was not found
 
 
 @dataclass(slots=True, frozen=True)

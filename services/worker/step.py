@@ -60,6 +60,27 @@ class MediaItem:
 
 
 @dataclass(slots=True, frozen=True)
+class Blob:
+    """What the gateway made of one item of media, for the encoder: MediaBlob of the contract.
+
+    N = t * h * w patches, in the order in which the encoder takes them.
+    """
+
+    modality: str
+    grid: tuple[int, ...]  # t, h, w
+    patches: NDArray[np.uint8]  # [N, channels * frames * height * width], channels outermost
+    mean: tuple[float, ...]  # per channel: what is taken off a byte that was divided by 255
+    std: tuple[float, ...]  # per channel: what it is divided by then
+
+
+class BlobSource(Protocol):
+    """Where blobs come from."""
+
+    def take(self, name: bytes) -> Blob | None:
+        """The blob of this hash; None where there is none. Called on the step thread."""
+
+
+@dataclass(slots=True, frozen=True)
 class NewRow:
     """A request put on a row, with every id known so far."""
 

@@ -40,6 +40,8 @@ MAY_IMPORT = {
 DOORS = {"service", "wire", "workers", "router", "rest", "cli"}
 TOP_LOOPS = {"services.common.server", "services.engine.loop", "services.worker.stepper", "services.gateway.rest.asgi"}
 OURS = ("services", "protos", "kernels")
+MEDIA_PROCESS = ("services.gateway.media.child",)  # a process of its own: what decodes stays out of the gateway's
+DECODERS = ("numpy", "PIL", "av")
 
 
 @cache
@@ -100,7 +102,9 @@ def test_heavy_libraries_stay_where_they_belong() -> None:
         for name in imports(path):
             if within(name, ("torch", "triton")) and not torch_home:
                 wrong.append(f"{module} imports {name}")
-            if within(name, ("numpy",)) and home_of(module) != "services.worker":
+            if within(name, ("numpy",)) and not within(module, ("services.worker", *MEDIA_PROCESS)):
+                wrong.append(f"{module} imports {name}")
+            if within(name, ("PIL", "av")) and not within(module, ("services.cli", *MEDIA_PROCESS)):
                 wrong.append(f"{module} imports {name}")
     assert not wrong
 
@@ -178,8 +182,13 @@ def test_public_things_say_what_they_are() -> None:
 @pytest.mark.parametrize("role", ["gateway", "engine", "cli", "local", "common"])
 def test_runs_where_torch_cannot_be_imported(role: str) -> None:
     modules = [
-        module for path, module in room_files() if module.startswith(f"services.{role}") and "__main__" not in module
+        module
+        for path, module in room_files()
+        if module.startswith(f"services.{role}") and "__main__" not in module and not within(module, MEDIA_PROCESS)
     ]
-    code = f"import sys; sys.modules['torch'] = None; import {', '.join(modules)}; assert 'numpy' not in sys.modules"
+    code = (
+        f"import sys; sys.modules['torch'] = None; import {', '.join(modules)}; "
+        f"assert not sys.modules.keys() & {set(DECODERS)}, 'decoders'"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

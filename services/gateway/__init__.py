@@ -21,6 +21,8 @@ toolless    tools for templates that have no place for them
 chat        conversations to a prompt, by the model's template
 messages    the turns of a conversation
 tools       tools that a client offers, and which one must be called
+processors  what a model makes of media: sizes, frames, the text around them
+media       images and videos: decoded in processes of their own, kept as blobs
 tokenize    text to ids, in threads
 text_files  the model's files, read
 validate    checks that need the model or another field

@@ -1,0 +1,8 @@
+"""What runs in a media process. The only rooms of the gateway with numpy, Pillow and PyAV.
+
+__main__  one item after the other, each within its limits
+images    image files to pixels
+videos    video files to chosen frames
+patches   pixels to patches, in the order in which the encoder takes them
+headers   what a file says of its size, before anything is decoded
+"""

@@ -1,0 +1,167 @@
+"""Blobs in a folder of the host: named by hash, written whole or not at all, shared by every gateway process.
+
+written:  .HASH.PID.tmp, locked by its writer ── link ──▶ HASH      (one name, one content: a second writer yields)
+pinned:   an open file with a shared lock, which ends with the process, however that ends
+evicted:  oldest use first, only what can be locked exclusively: nobody's pin
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from services.common.errors import FailedPrecondition, ResourceExhausted
+
+_ABANDONED_S = 60.0
+"""A half-written file that nobody has locked for so long has lost its writer."""
+
+
+@dataclass(slots=True)
+class _Held:
+    descriptor: int
+    count: int
+
+
+@dataclass(slots=True)
+class Pin:
+    """Keeps a blob from being evicted. Release it once; a second time does nothing."""
+
+    hash: bytes
+    nbytes: int
+    store: BlobStore | None
+
+    def release(self) -> None:
+        """Lets the blob go."""
+        if self.store is not None:
+            store, self.store = self.store, None
+            store.let_go(self.hash)
+
+
+class BlobStore:
+    """One folder. `pin`, `release` and `open` are quick calls of the system; `make_room` lists the folder."""
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        """Makes the folder, for this user alone. Raises FailedPrecondition where it is somebody else's."""
+        self.folder = folder
+        self.limit_bytes = limit_bytes
+        self._held: dict[bytes, _Held] = {}
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = folder.lstat()
+        except OSError as error:
+            raise FailedPrecondition(f"media_dir {folder}: {error.strerror}", field="media_dir") from None
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+            raise FailedPrecondition(f"media_dir {folder}: not a folder of this user", field="media_dir")
+
+    def pin(self, name: bytes) -> Pin | None:
+        """The blob of that hash, kept until the pin is released; None where there is none."""
+        held = self._held.get(name)
+        if held is None:
+            descriptor = self._lock(name)
+            if descriptor is None:
+                return None
+            held = self._held[name] = _Held(descriptor, 0)
+        held.count += 1
+        return Pin(name, os.fstat(held.descriptor).st_size, self)
+
+    def _lock(self, name: bytes) -> int | None:
+        try:
+            descriptor = os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:  # being evicted
+            os.close(descriptor)
+            return None
+        if os.fstat(descriptor).st_nlink == 0:  # evicted between the two calls
+            os.close(descriptor)
+            return None
+        os.utime(descriptor)
+        return descriptor
+
+    def let_go(self, name: bytes) -> None:
+        """One pin less."""
+        held = self._held[name]
+        held.count -= 1
+        if held.count == 0:
+            os.utime(held.descriptor)
+            os.close(held.descriptor)
+            del self._held[name]
+
+    @property
+    def pinned(self) -> int:
+        """Blobs that this process holds."""
+        return len(self._held)
+
+    def path(self, name: bytes) -> Path:
+        """Where the blob lies, if there is one."""
+        return self.folder / name.hex()
+
+    def open(self, name: bytes) -> BinaryIO | None:
+        """The blob to read from; None where there is none."""
+        try:
+            return self.path(name).open("rb")
+        except FileNotFoundError:
+            return None
+
+    def make_room(self) -> None:
+        """Evicts until the folder is within its limit. Raises ResourceExhausted if pins alone exceed it."""
+        found = []
+        now = time.time()
+        for entry in os.scandir(self.folder):
+            with suppress(FileNotFoundError):
+                status = entry.stat(follow_symlinks=False)
+                if not entry.name.startswith("."):
+                    found.append((status.st_mtime_ns, status.st_size, entry.name))
+                elif now - status.st_mtime > _ABANDONED_S:
+                    self._evict(entry.name)
+        total = sum(size for _, size, _ in found)
+        for _, size, name in sorted(found):
+            if total <= self.limit_bytes:
+                return
+            if self._evict(name):
+                total -= size
+        if total > self.limit_bytes:
+            raise ResourceExhausted(
+                "the media of running requests fill the blob store; try again later", retry_after_ms=1000
+            )
+
+    def _evict(self, name: str) -> bool:
+        """Removes a file that nobody has locked; says whether it is gone."""
+        try:
+            descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(self.folder / name)
+        except BlockingIOError:
+            return False
+        except FileNotFoundError:
+            return True
+        finally:
+            os.close(descriptor)
+        return True
+
+
+@contextmanager
+def writing(folder: Path, name: bytes) -> Iterator[BinaryIO]:
+    """A file that becomes the blob of that hash when the block ends without an error, or vanishes."""
+    temporary = folder / f".{name.hex()}.{os.getpid()}.tmp"
+    with temporary.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield file
+            file.flush()
+            with suppress(FileExistsError):
+                os.link(temporary, folder / name.hex())
+        finally:
+            temporary.unlink(missing_ok=True)

@@ -31,6 +31,7 @@ layers        the weights of a decoder, ready to be used
 cache         the KV tensors
 states        a fixed row for each request: its ids and blocks
 batch         the flat input of one forward pass
+blobs         media as gateways prepared them, from the host's folder or fetched
 metrics       Prometheus
 config        settings
 step          one step as plain columns, and the Runner protocol

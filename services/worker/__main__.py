@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -17,6 +18,8 @@ from services.common.errors import TriptychError
 from services.common.metrics import Scrape
 from services.common.server import LOOK_S, Server, tune_interpreter, wait_for_signal
 from services.common.settings import SettingsError
+from services.worker import wire
+from services.worker.blobs import Blobs, BlobSource, default_folder
 from services.worker.config import WorkerSettings
 from services.worker.memory import available_bytes, share_one_heap
 from services.worker.metrics import WorkerMetrics
@@ -27,18 +30,30 @@ _END_S = 0.5  # what is left for the last answers to leave
 _log = logs.Log("worker")
 
 
-def build_runner(settings: WorkerSettings) -> Runner:
+def build_blobs(settings: WorkerSettings) -> Blobs:
+    """Media as gateways prepared them."""
+    folder = Path(settings.media_dir) if settings.media_dir else default_folder()
+    return Blobs(folder, wire.decode_blob, wire.fetch_blob)
+
+
+def build_runner(settings: WorkerSettings, blobs: BlobSource) -> Runner:
     """The runner that the settings ask for; only the real one imports torch."""
     if settings.simulated:
         from services.worker.simulated import Cost, SimulatedRunner
 
-        cost = Cost(settings.simulated_step_us, settings.simulated_token_us, settings.simulated_row_us)
+        cost = Cost(
+            settings.simulated_step_us,
+            settings.simulated_token_us,
+            settings.simulated_row_us,
+            settings.simulated_embedding_us,
+        )
         return SimulatedRunner(
             settings.script,
             cost,
             settings.simulated_max_model_len,
             kv_cache_bytes=settings.kv_cache_bytes,
             kv_windows=_windows(settings.simulated_kv_windows),
+            blobs=blobs,
         )
     if settings.script:
         raise SettingsError("--script is for a simulated worker: add --simulated")
@@ -48,7 +63,7 @@ def build_runner(settings: WorkerSettings) -> Runner:
     share_one_heap()
     from services.worker.runner import TorchRunner
 
-    return TorchRunner(settings)
+    return TorchRunner(settings, blobs)
 
 
 def _windows(text: str) -> list[int | None]:
@@ -95,7 +110,8 @@ async def main(argv: Sequence[str]) -> int:
     """Runs a worker with these arguments; returns the exit status."""
     try:
         settings = WorkerSettings.load(argv, "triptych worker")
-        runner = build_runner(settings)
+        blobs = build_blobs(settings)
+        runner = build_runner(settings, blobs)
         registry = CollectorRegistry()
         scrape = Scrape(registry, settings.metrics_host, settings.metrics_port)
     except (SettingsError, OSError) as error:  # an address may be taken
@@ -111,6 +127,7 @@ async def main(argv: Sequence[str]) -> int:
         version=_version(),
         model_path=settings.model,
         memory_bytes=0 if settings.simulated else available_bytes(),
+        blobs=blobs,
     )
     server = Server([settings.listen])
     await service.start(server)

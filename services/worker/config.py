@@ -50,6 +50,9 @@ class WorkerSettings(Settings):
     kv_cache_bytes: int | None = knob(None, "bytes of the KV cache; unset takes kv_cache_fraction", gt=0)
     kv_cache_fraction: float = knob(0.25, "part of the memory left by weights and step that KV gets", gt=0, le=0.95)
     logits_rows: int = knob(256, "most positions whose logits exist at once, for prompt log probabilities", ge=1)
+    media_dir: str = knob(
+        "", "folder in which gateways of this host leave media; empty is a folder of this user in /dev/shm or /tmp"
+    )
     stall_s: float = knob(30.0, "seconds without a completed step, while one is pending, that end readiness", gt=0)
 
     simulated: bool = knob(False, "answer without a model and without torch")
@@ -57,5 +60,8 @@ class WorkerSettings(Settings):
     simulated_step_us: float = knob(2000.0, "simulated time of a step, in microseconds", ge=0)
     simulated_token_us: float = knob(20.0, "simulated time of a step per token computed, in microseconds", ge=0)
     simulated_row_us: float = knob(50.0, "simulated time of a step per row, in microseconds", ge=0)
+    simulated_embedding_us: float = knob(
+        0.0, "simulated time of a step per embedding that it encodes, in microseconds", ge=0
+    )
     simulated_kv_windows: str = knob("0", "sliding window of each KV group of the simulated model; 0 sees everything")
     simulated_max_model_len: int = knob(8192, "context of the simulated model where its config names none", ge=1)

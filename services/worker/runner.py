@@ -18,6 +18,7 @@ from kernels.native.ops import NativeOptions
 from services.common.errors import FailedPrecondition, InvalidArgument
 from services.common.logs import Log
 from services.worker.batch import Batch
+from services.worker.blobs import BlobSource
 from services.worker.cache import KVCache
 from services.worker.config import WorkerSettings
 from services.worker.loading import BITS, load_model
@@ -57,9 +58,10 @@ _log = Log("worker.runner")
 class TorchRunner:
     """Runs steps of a torch model. All calls come from one thread."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, settings: WorkerSettings, blobs: BlobSource | None = None) -> None:
         self.device: str = settings.device
         self._settings = settings
+        self._blobs = blobs
         self._model: Decoder | None = None
         self._loaded: LoadedModel | None = None
         self._cache: KVCache | None = None

@@ -31,6 +31,7 @@ from services.common.errors import (
 from services.common.logs import Log
 from services.common.server import Server
 from services.worker import wire
+from services.worker.blobs import Blobs
 from services.worker.lease import Lease
 from services.worker.lifecycle import Lifecycle
 from services.worker.masks import MaskInbox, MasksLost, wait
@@ -87,6 +88,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
         version: str,
         model_path: str,
         memory_bytes: int,
+        blobs: Blobs,
         retry_s: float = 1.0,
     ) -> None:
         self._device = runner.device
@@ -100,6 +102,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
         )
         self._model_path = model_path
         self._memory_bytes = memory_bytes
+        self._blobs = blobs
         self._thread = StepThread()
         self._stepper = Stepper(runner, metrics)
         self._lease = Lease()
@@ -303,7 +306,14 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
         masks = stream.masks.expect(step.step_id) if wire.waits_for_masks(step) else None
         self._stepper.expect()
         decoded = outcome(partial(self._decode, step, stream.last_frame))  # while the step before it runs
-        self._thread.post(partial(self._answer, stream, step, decoded, masks), stream.answers.put_nowait)
+        encode = decoded.encode if isinstance(decoded, StepInput) else ()
+        self._blobs.want(encode)
+
+        def answered(result: worker_pb2.StepResult | Exception) -> None:
+            self._blobs.done(encode)
+            stream.answers.put_nowait(result)
+
+        self._thread.post(partial(self._answer, stream, step, decoded, masks), answered)
 
     def _decode(self, step: worker_pb2.Step, received_s: float) -> StepInput | None:
         """The step, checked; None where there is nothing to run it on."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from services.common.errors import FailedPrecondition, Unimplemented
 from services.common.logs import Log
+from services.worker.blobs import BlobSource
 from services.worker.memory import plan_memory
 from services.worker.sampling.counter import GOLDEN, draw, key, mix
 from services.worker.script import Script, no_script, read_script
@@ -38,6 +39,7 @@ from services.worker.step import (
     KvGroup,
     LoadedModel,
     Masks,
+    MediaItem,
     MemoryPlan,
     Pooled,
     PromptLogprobs,
@@ -61,10 +63,11 @@ class Cost:
     step_us: float = 0.0
     token_us: float = 0.0
     row_us: float = 0.0
+    embedding_us: float = 0.0
 
-    def seconds(self, tokens: int, rows: int) -> float:
-        """What a step of so many tokens and rows takes."""
-        return (self.step_us + self.token_us * tokens + self.row_us * rows) * 1e-6
+    def seconds(self, tokens: int, rows: int, embeddings: int = 0) -> float:
+        """What a step takes that computes so many tokens and rows and encodes so many embeddings."""
+        return (self.step_us + self.token_us * tokens + self.row_us * rows + self.embedding_us * embeddings) * 1e-6
 
 
 class SimulatedRunner:
@@ -80,12 +83,14 @@ class SimulatedRunner:
         *,
         kv_cache_bytes: int | None = None,
         kv_windows: Sequence[int | None] = (None,),
+        blobs: BlobSource | None = None,
     ) -> None:
         self._script_path = script_path
         self._cost = cost
         self._max_model_len = max_model_len
         self._kv_cache_bytes = kv_cache_bytes
         self._kv_windows = tuple(kv_windows)
+        self._blobs = blobs  # None: every item is taken for there
         self._released = threading.Event()
         self._free_at = 0.0  # when the last step ended, by time.monotonic()
         self._hung_until = 0.0
@@ -158,8 +163,10 @@ class SimulatedRunner:
         begins right then, whatever this process still has to do around the two.
         """
         begins = max(self._free_at, step.received_s)
-        ends = begins + self._cost.seconds(int(step.num_tokens.sum()), len(step.rows))
+        embeddings = sum(item.embeddings for item in step.encode)
+        ends = begins + self._cost.seconds(int(step.num_tokens.sum()), len(step.rows), embeddings)
         self._prepare(step)
+        missing = self._encode(step.encode)
         results: dict[int, RowResult] = {}
         prompts: list[PromptLogprobs] = []
         pooled: list[Pooled] = []
@@ -198,7 +205,7 @@ class SimulatedRunner:
         self._free_at = max(ends, self._hung_until)
         time.sleep(max(0.0, ends - time.monotonic()))
         ordered = (results[row] for row in step.rows.tolist() if row in results)
-        return StepOutput(step.step_id, tuple(ordered), tuple(prompts), tuple(pooled))
+        return StepOutput(step.step_id, tuple(ordered), tuple(prompts), tuple(pooled), missing_media=missing)
 
     def _prepare(self, step: StepInput) -> None:
         """Rows that come and go, media that come and go, and new blocks."""
@@ -211,12 +218,21 @@ class SimulatedRunner:
             )
             self._rows[new.row] = put(new, entry, len(self._kv_windows))
         self._encoded.difference_update(step.dropped_media)
-        self._encoded.update(item.hash for item in step.encode)
         counts = step.block_counts.reshape(len(step.rows), len(self._kv_windows))
         for at in np.flatnonzero(counts.any(axis=1)).tolist():
             row = self._rows.get(int(step.rows[at]))
             if row is not None:
                 row.blocks = [held + more for held, more in zip(row.blocks, counts[at].tolist(), strict=True)]
+
+    def _encode(self, items: Sequence[MediaItem]) -> tuple[bytes, ...]:
+        """In name only: what has a blob counts as encoded. The hashes of those that have none."""
+        missing = []
+        for item in items:
+            if self._blobs is None or self._blobs.take(item) is not None:
+                self._encoded.add(item.hash)
+            else:
+                missing.append(item.hash)
+        return tuple(missing)
 
     def _fault(self, work: Work, row: Row) -> str | None:
         if self._shape is None:

@@ -12,6 +12,8 @@ from prometheus_client import CollectorRegistry
 from protos import common_pb2, worker_pb2, worker_pb2_grpc
 from services.common.channel import connect
 from services.common.server import Server
+from services.worker import wire
+from services.worker.blobs import Blobs
 from services.worker.metrics import WorkerMetrics
 from services.worker.service import WorkerService
 from services.worker.simulated import Cost, SimulatedRunner
@@ -88,6 +90,7 @@ async def serving(runner: Runner, folder: Path, retry_s: float = 1.0) -> AsyncIt
         model_path="",
         memory_bytes=0,
         retry_s=retry_s,
+        blobs=Blobs(folder, wire.decode_blob, wire.fetch_blob),
     )
     address = f"unix:{folder}/w.sock"
     server = Server([address])

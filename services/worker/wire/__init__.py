@@ -7,11 +7,13 @@ steps     a Step into a StepInput
 masks     a StepMasks into the masks of the rows that wait for them
 sampling  SamplingParams
 media     references to media
+blobs     media as gateways prepared them
 results   a StepOutput into a StepResult
 models    the model, its text files and its memory; the shape of the cache
 columns   little-endian bytes into arrays
 """
 
+from services.worker.wire.blobs import decode_blob, fetch_blob
 from services.worker.wire.masks import decode_masks, waits_for_masks
 from services.worker.wire.models import (
     decode_shape,
@@ -28,6 +30,7 @@ from services.worker.wire.steps import Bounds, bounds_of, decode_step
 __all__ = [
     "Bounds",
     "bounds_of",
+    "decode_blob",
     "decode_masks",
     "decode_sampling",
     "decode_shape",
@@ -35,6 +38,7 @@ __all__ = [
     "encode_failed",
     "encode_result",
     "encode_skipped",
+    "fetch_blob",
     "load_response",
     "model_info",
     "plan_response",

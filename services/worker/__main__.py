@@ -19,12 +19,12 @@ from services.common.metrics import Scrape
 from services.common.server import LOOK_S, Server, tune_interpreter, wait_for_signal
 from services.common.settings import SettingsError
 from services.worker import wire
-from services.worker.blobs import Blobs, BlobSource, default_folder
+from services.worker.blobs import Blobs, default_folder
 from services.worker.config import WorkerSettings
 from services.worker.memory import available_bytes, share_one_heap
 from services.worker.metrics import WorkerMetrics
 from services.worker.service import WorkerService
-from services.worker.step import Runner
+from services.worker.step import BlobSource, Runner
 
 _END_S = 0.5  # what is left for the last answers to leave
 _log = logs.Log("worker")

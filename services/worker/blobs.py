@@ -19,14 +19,10 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 from services.common.errors import TriptychError
 from services.common.logs import Log
-from services.worker.step import MediaItem
+from services.worker.step import Blob, MediaItem
 
 _log = Log("worker.blobs")
 _SHARED_MEMORY = Path("/dev/shm")
@@ -36,31 +32,12 @@ FETCH_LIMIT_BYTES = 1 << 30
 """Bytes of fetched blobs that are held at once."""
 
 
-@dataclass(slots=True, frozen=True)
-class Blob:
-    """One item as its gateway prepared it. The encoder reads (byte / 255 - mean) / std, channel by channel."""
-
-    hash: bytes  # over content and processor settings
-    modality: str
-    grid: tuple[int, ...]  # patches in time, height and width
-    pixels: NDArray[np.uint8]  # [patches, bytes of one], in the encoder's order; a patch is channels x frames x h x w
-    mean: tuple[float, ...]  # per channel
-    std: tuple[float, ...]
-
-
 Data = bytes | bytearray | mmap.mmap
-Decode = Callable[[Data], Blob]
-"""Reads a whole blob without copying its pixels. Raises TriptychError where it is none."""
+Decode = Callable[[Data], tuple[bytes, Blob]]
+"""Reads a whole blob, its hash first, without copying its patches. Raises TriptychError where it is none."""
 Fetch = Callable[[str, bytes, Callable[[int], None]], Awaitable[bytearray]]
 """Fetches a blob by address and hash; the callback hears its size before any of it is kept, and may raise
 TriptychError. Raises TriptychError too."""
-
-
-class BlobSource(Protocol):
-    """What a runner sees of blobs."""
-
-    def take(self, item: MediaItem) -> Blob | None:
-        """The blob of an item that the step at hand encodes; None where nobody has it. Waits for one on its way."""
 
 
 def default_folder() -> Path:
@@ -116,9 +93,9 @@ class Blobs:
             else:
                 _settle(wanted, blob, item, "the folder has no such blob, and no gateway is named that has it")
 
-    def take(self, item: MediaItem) -> Blob | None:
-        """The blob, once it is there; None where it is nowhere, or comes too late."""
-        wanted = self._wanted.get(item.hash)
+    def take(self, name: bytes) -> Blob | None:
+        """The blob of this hash, once it is there; None where it is nowhere, or comes too late."""
+        wanted = self._wanted.get(name)
         if wanted is None:
             return None
         try:
@@ -175,16 +152,16 @@ class Blobs:
 
     def _read(self, data: Data, item: MediaItem, origin: str) -> Blob | None:
         try:
-            blob = self._decode(data)
+            name, blob = self._decode(data)
         except TriptychError as error:
             _log.warning("blob makes no sense", hash=item.hash.hex(), origin=origin, why=error.message)
             return None
-        if (blob.hash, blob.modality, blob.grid) != (item.hash, item.modality, item.grid):
+        if (name, blob.modality, blob.grid) != (item.hash, item.modality, item.grid):
             _log.warning(
                 "blob is of another item",
                 hash=item.hash.hex(),
                 origin=origin,
-                found=f"{blob.modality} {blob.grid} {blob.hash.hex()}",
+                found=f"{blob.modality} {blob.grid} {name.hex()}",
                 wanted=f"{item.modality} {item.grid}",
             )
             return None

@@ -18,7 +18,6 @@ from kernels.native.ops import NativeOptions
 from services.common.errors import FailedPrecondition, InvalidArgument
 from services.common.logs import Log
 from services.worker.batch import Batch
-from services.worker.blobs import BlobSource
 from services.worker.cache import KVCache
 from services.worker.config import WorkerSettings
 from services.worker.loading import BITS, load_model
@@ -38,6 +37,7 @@ from services.worker.step import (
     ROW_NOT_FINITE,
     ROW_OK,
     SAMPLES,
+    BlobSource,
     CacheShape,
     Candidate,
     LoadedModel,

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from services.common.errors import FailedPrecondition, Unimplemented
 from services.common.logs import Log
-from services.worker.blobs import BlobSource
 from services.worker.memory import plan_memory
 from services.worker.sampling.counter import GOLDEN, draw, key, mix
 from services.worker.script import Script, no_script, read_script
@@ -34,6 +33,7 @@ from services.worker.step import (
     ROW_NOT_FINITE,
     ROW_OK,
     SAMPLES,
+    BlobSource,
     CacheShape,
     Candidate,
     KvGroup,
@@ -228,7 +228,7 @@ class SimulatedRunner:
         """In name only: what has a blob counts as encoded. The hashes of those that have none."""
         missing = []
         for item in items:
-            if self._blobs is None or self._blobs.take(item) is not None:
+            if self._blobs is None or self._blobs.take(item.hash) is not None:
                 self._encoded.add(item.hash)
             else:
                 missing.append(item.hash)

@@ -17,17 +17,17 @@ from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
 from services.common.errors import DataLoss, NotFound
 from services.common.server import Server
 from services.worker import wire
-from services.worker.blobs import Blob, Blobs
-from services.worker.step import MediaItem
+from services.worker.blobs import Blobs
+from services.worker.step import Blob, MediaItem
 
 HASH = hashlib.sha256(b"a picture").digest()
 GRID = (1, 4, 6)
 PATCH = 12
-PIXELS = np.arange(24 * PATCH, dtype=np.uint8).reshape(24, PATCH)
+PATCHES = np.arange(24 * PATCH, dtype=np.uint8).reshape(24, PATCH)
 ITEM = MediaItem(HASH, "image", 0, 6, 6, GRID)
 
 
-def a_blob(pixels: bytes = PIXELS.tobytes(), **changes: Any) -> bytes:
+def a_blob(patches: bytes = PATCHES.tobytes(), **changes: Any) -> bytes:
     fields: dict[str, Any] = {
         "hash": HASH,
         "modality": "image",
@@ -37,11 +37,11 @@ def a_blob(pixels: bytes = PIXELS.tobytes(), **changes: Any) -> bytes:
         "std": [0.5, 1, 2],
     }
     head = common_pb2.MediaBlob(**(fields | changes)).SerializeToString()
-    return len(head).to_bytes(4, "little") + head + pixels
+    return len(head).to_bytes(4, "little") + head + patches
 
 
 def same(blob: Blob | None) -> bool:
-    return blob is not None and np.array_equal(blob.pixels, PIXELS) and blob.std == (0.5, 1.0, 2.0)
+    return blob is not None and np.array_equal(blob.patches, PATCHES) and blob.std == (0.5, 1.0, 2.0)
 
 
 class Source(gateway_pb2_grpc.BlobServiceServicer):  # type: ignore[misc]
@@ -81,7 +81,7 @@ def blobs_of(folder: Path, **limits: Any) -> Blobs:
 async def took(blobs: Blobs, item: MediaItem) -> Blob | None:
     """What the step thread gets."""
     blobs.want([item])
-    blob = await asyncio.to_thread(blobs.take, item)
+    blob = await asyncio.to_thread(blobs.take, item.hash)
     blobs.done([item])
     assert blobs.held_bytes == 0
     return blob
@@ -92,8 +92,8 @@ async def test_a_blob_of_the_host_is_mapped(tmp_path: Path) -> None:
     blob = await took(blobs_of(tmp_path), ITEM)
     assert blob is not None
     assert same(blob)
-    assert (blob.hash, blob.modality, blob.grid, blob.mean) == (HASH, "image", GRID, (0.5, 0.25, 0.125))
-    assert not blob.pixels.flags.owndata
+    assert (blob.modality, blob.grid, blob.mean) == ("image", GRID, (0.5, 0.25, 0.125))
+    assert not blob.patches.flags.owndata
     (tmp_path / HASH.hex()).unlink()
     assert same(blob), "what is mapped outlives its name"
 
@@ -113,13 +113,13 @@ async def test_it_is_fetched_once_for_two_steps_on_their_way(tmp_path: Path) -> 
         blobs = blobs_of(tmp_path)
         blobs.want([item])
         blobs.want([item])
-        assert same(await asyncio.to_thread(blobs.take, item))
+        assert same(await asyncio.to_thread(blobs.take, item.hash))
         blobs.done([item])
-        assert same(blobs.take(item))
+        assert same(blobs.take(item.hash))
         assert blobs.held_bytes == len(a_blob())
         blobs.done([item])
         assert blobs.held_bytes == 0
-        assert blobs.take(item) is None, "nobody wants it any more"
+        assert blobs.take(item.hash) is None, "nobody wants it any more"
     assert source.asked == 1
 
 
@@ -130,11 +130,11 @@ async def test_it_is_fetched_once_for_two_steps_on_their_way(tmp_path: Path) -> 
         (b"\5\0\0\0abc", "a head of 5 bytes"),
         (b"\xff\xff\xff\xff" + bytes(5000), "a head of"),
         (b"\2\0\0\0\xff\xff", "no MediaBlob"),
-        (a_blob(pixels=bytes(287)), "287 bytes for 24 patches of 12"),
-        (a_blob(pixels=bytes(289)), "289 bytes for 24"),
+        (a_blob(patches=bytes(287)), "287 bytes for 24 patches of 12"),
+        (a_blob(patches=bytes(289)), "289 bytes for 24"),
         (a_blob(grid=[4, 6]), "grid"),
-        (a_blob(grid=[1, 0, 6], pixels=b""), "grid"),
-        (a_blob(patch_bytes=0, pixels=b""), "patches of 0"),
+        (a_blob(grid=[1, 0, 6], patches=b""), "grid"),
+        (a_blob(patch_bytes=0, patches=b""), "patches of 0"),
         (a_blob(mean=[0.5, 0.5]), "2 means and 3 deviations"),
         (a_blob(mean=[], std=[]), "0 means"),
         (a_blob(std=[1, 0, 1]), "std"),
@@ -168,7 +168,7 @@ async def test_a_wrong_file_is_a_miss_and_then_fetched(tmp_path: Path, data: byt
 async def test_missing_everywhere(tmp_path: Path) -> None:
     blobs = blobs_of(tmp_path / "not there")
     assert await took(blobs, ITEM) is None
-    assert blobs.take(ITEM) is None, "it was never wanted"
+    assert blobs.take(HASH) is None, "it was never wanted"
     async with a_gateway(Source(a_blob())) as item:
         other = MediaItem(bytes(32), "image", 0, 6, 6, GRID, item.source)
         assert await took(blobs, other) is None
@@ -221,7 +221,7 @@ async def test_take_waits_for_what_is_on_its_way(tmp_path: Path) -> None:
     blobs = Blobs(tmp_path, wire.decode_blob, fetch)
     item = MediaItem(HASH, "image", 0, 6, 6, GRID, "there")
     blobs.want([item])
-    taking = asyncio.create_task(asyncio.to_thread(blobs.take, item))
+    taking = asyncio.create_task(asyncio.to_thread(blobs.take, item.hash))
     await asyncio.to_thread(begun.wait)
     assert not taking.done()
     go_on.set()

@@ -19,8 +19,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos import worker_pb2, worker_pb2_grpc
 from services.common.channel import backoff, connect
 from services.common.settings import SettingsError
-from services.worker.__main__ import build_runner
+from services.worker.__main__ import build_blobs, build_runner
 from services.worker.config import WorkerSettings
+from services.worker.step import Runner
 from tests.worker.columns import frame, new_row
 from tests.worker.harness import Worker, texts
 
@@ -111,17 +112,21 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
             assert f"--metrics-port: cannot listen on 127.0.0.1:{port}" in running.stderr.read()
 
 
+def a_runner(settings: WorkerSettings) -> Runner:
+    return build_runner(settings, build_blobs(settings))
+
+
 @pytest.mark.parametrize("windows", ["", "0,", "0,x", "-1", "0;128"])
 def test_kv_windows_that_are_none(windows: str) -> None:
     with pytest.raises(SettingsError, match="--simulated-kv-windows"):
-        build_runner(WorkerSettings.build(simulated=True, simulated_kv_windows=windows))
+        a_runner(WorkerSettings.build(simulated=True, simulated_kv_windows=windows))
 
 
 def test_kv_windows_are_groups() -> None:
-    loaded = build_runner(WorkerSettings.build(simulated=True, simulated_kv_windows="0, 128")).load("", None)
+    loaded = a_runner(WorkerSettings.build(simulated=True, simulated_kv_windows="0, 128")).load("", None)
     assert [group.sliding_window for group in loaded.kv_groups] == [None, 128]
 
 
 def test_a_script_needs_a_simulated_worker() -> None:
     with pytest.raises(SettingsError, match="add --simulated"):
-        build_runner(WorkerSettings.build(script="x.json"))
+        a_runner(WorkerSettings.build(script="x.json"))

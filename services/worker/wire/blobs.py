@@ -14,13 +14,14 @@ from protos import common_pb2, gateway_pb2, gateway_pb2_grpc
 from services.common.channel import CHUNK_BYTES, connect
 from services.common.errors import DataLoss
 from services.common.server import error_of
-from services.worker.blobs import Blob, Data
+from services.worker.blobs import Data
+from services.worker.step import Blob
 
 _HEAD_LIMIT = 4096
 
 
-def decode_blob(data: Data) -> Blob:
-    """The parts of a whole blob; its pixels stay where they are. Raises DataLoss for what is none, saying why."""
+def decode_blob(data: Data) -> tuple[bytes, Blob]:
+    """The hash of a whole blob and its parts; its patches stay where they are. Raises DataLoss for what is none, saying why."""
     view = memoryview(data)
     if len(view) < 4:
         raise DataLoss(f"a blob of {len(view)} bytes has no head")
@@ -40,11 +41,11 @@ def decode_blob(data: Data) -> Blob:
         )
     if not all(map(math.isfinite, (*mean, *std))) or min(std) <= 0:
         raise DataLoss("mean or std is no finite number, or std not above 0", field="std")
-    patches, found = math.prod(grid), len(view) - 4 - length
-    if found != patches * head.patch_bytes:
-        raise DataLoss(f"{found} bytes for {patches} patches of {head.patch_bytes}", field="patch_bytes")
-    pixels = np.frombuffer(data, np.uint8, offset=4 + length).reshape(patches, head.patch_bytes)
-    return Blob(head.hash, head.modality, grid, pixels, mean, std)
+    count, found = math.prod(grid), len(view) - 4 - length
+    if found != count * head.patch_bytes:
+        raise DataLoss(f"{found} bytes for {count} patches of {head.patch_bytes}", field="patch_bytes")
+    patches = np.frombuffer(data, np.uint8, offset=4 + length).reshape(count, head.patch_bytes)
+    return head.hash, Blob(head.modality, grid, patches, mean, std)
 
 
 async def fetch_blob(address: str, name: bytes, hear_size: Callable[[int], None]) -> bytearray:

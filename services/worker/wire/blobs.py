@@ -21,7 +21,7 @@ _HEAD_LIMIT = 4096
 
 
 def decode_blob(data: Data) -> tuple[bytes, Blob]:
-    """The hash of a whole blob and its parts; its patches stay where they are. Raises DataLoss for what is none, saying why."""
+    """The hash of a whole blob and its parts; its patches stay where they are. Raises DataLoss for what is none."""
     view = memoryview(data)
     if len(view) < 4:
         raise DataLoss(f"a blob of {len(view)} bytes has no head")

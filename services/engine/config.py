@@ -50,11 +50,11 @@ class EngineSettings(Settings):
         None, "tokens that one request computes in a step while others wait; by default no limit", ge=1
     )
     max_preemptions: int = knob(8, "how often one request may be preempted before it is given all it will need", ge=1)
-    encoder_budget: int | None = knob(
-        None, "media embeddings that one step encodes at most; by default what the largest item can be", ge=1
+    encoder_budget: int = knob(
+        16_384, "media embeddings that one step encodes at most; an item that makes more is refused", ge=1
     )
-    encoder_cache_size: int | None = knob(
-        None, "media embeddings that are kept; by default what the largest item can be", ge=1
+    encoder_cache_size: int = knob(
+        16_384, "media embeddings that the worker keeps; an item that makes more is refused", ge=1
     )
 
     max_waiting_requests: int = knob(1024, "requests that may wait; more are refused", ge=1)

@@ -50,7 +50,9 @@ def check_media(spec: RequestSpec, largest_item: int) -> None:
             raise InvalidArgument(f"{field} has {item.embeddings} embeddings for {item.length} tokens", field=field)
         if item.embeddings > largest_item:
             raise InvalidArgument(
-                f"{field} makes {item.embeddings} embeddings; the encoder takes {largest_item} at most", field=field
+                f"{field} makes {item.embeddings} embeddings; the encoder takes {largest_item} at most "
+                "(encoder_budget, encoder_cache_size)",
+                field=field,
             )
         if sizes.setdefault(item.hash, item.embeddings) != item.embeddings:
             raise InvalidArgument(f"{field} has another size than an earlier item with its hash", field=field)

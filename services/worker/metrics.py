@@ -3,6 +3,8 @@ a sum over the scrapes of all roles counts nothing twice."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.common.metrics import STEP_TOKENS_BUCKETS, TOKEN_TIME_BUCKETS
@@ -42,6 +44,12 @@ class WorkerMetrics:
             (*_LABELS, "reason"),
             registry=registry,
         )
+        self._encoded = Counter(
+            "triptych:worker_encoded_media", "Items that were encoded.", (*_LABELS, "modality"), registry=registry
+        )
+        self._missing = Counter(
+            "triptych:worker_missing_media", "Items to encode whose content was not found.", _LABELS, registry=registry
+        )
         self._rows = Gauge("triptych:worker_rows", "Rows that hold a request.", _LABELS, registry=registry)
         self._memory = Gauge(
             "triptych:worker_memory_bytes", "Memory by part: weights, step, kv.", (*_LABELS, "part"), registry=registry
@@ -53,6 +61,8 @@ class WorkerMetrics:
             self._steps,
             self._sampled,
             self._bad_rows,
+            self._encoded,
+            self._missing,
             self._rows,
             self._memory,
         )
@@ -89,6 +99,12 @@ class WorkerMetrics:
     def row_failed(self, reason: str) -> None:
         """A row gave no token: "not_finite" or "failed"."""
         self._bad_rows.labels(*self._labels, reason).inc()
+
+    def media(self, encoded: Iterable[str], missing: int) -> None:
+        """A step encoded items of these modalities; of so many others the content was missing."""
+        for modality in encoded:
+            self._encoded.labels(*self._labels, modality).inc()
+        self._missing.labels(*self._labels).inc(missing)
 
     def memory(self, weights: int, step: int, kv: int) -> None:
         """The memory plan in bytes."""

@@ -218,6 +218,9 @@ class Stepper:
             elif held is not None:
                 sampled += len(result.token_ids)
                 held.sampled += len(result.token_ids)
+        if step.encode:
+            there = [item.modality for item in step.encode if item.hash not in output.missing_media]
+            self._metrics.media(there, len(output.missing_media))
         self._metrics.step_done(computed, seconds, sampled, len(self._held), output.kernel_s)
 
     def _account_failure(self, result: RowResult, held: _Held | None) -> None:

@@ -79,7 +79,9 @@ class Stream:
 
 
 @asynccontextmanager
-async def serving(runner: Runner, folder: Path, retry_s: float = 1.0) -> AsyncIterator[Worker]:
+async def serving(
+    runner: Runner, folder: Path, retry_s: float = 1.0, blobs: Blobs | None = None
+) -> AsyncIterator[Worker]:
     """A service with this runner; a failed load is tried again after `retry_s` at first."""
     registry = CollectorRegistry()
     service = WorkerService(
@@ -90,7 +92,7 @@ async def serving(runner: Runner, folder: Path, retry_s: float = 1.0) -> AsyncIt
         model_path="",
         memory_bytes=0,
         retry_s=retry_s,
-        blobs=Blobs(folder, wire.decode_blob, wire.fetch_blob),
+        blobs=blobs or Blobs(folder, wire.decode_blob, wire.fetch_blob),
     )
     address = f"unix:{folder}/w.sock"
     server = Server([address])

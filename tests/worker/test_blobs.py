@@ -18,7 +18,10 @@ from services.common.errors import DataLoss, NotFound
 from services.common.server import Server
 from services.worker import wire
 from services.worker.blobs import Blobs
+from services.worker.simulated import Cost, SimulatedRunner
 from services.worker.step import Blob, MediaItem
+from tests.worker.columns import SHAPE, frame, new_row
+from tests.worker.harness import serving
 
 HASH = hashlib.sha256(b"a picture").digest()
 GRID = (1, 4, 6)
@@ -227,3 +230,33 @@ async def test_take_waits_for_what_is_on_its_way(tmp_path: Path) -> None:
     go_on.set()
     assert same(await taking)
     blobs.done([item])
+
+
+class TestSteps:
+    """The service and a simulated runner, with the blobs of a folder."""
+
+    def the_step(self, number: int, row: int, *, encodes: bool = True) -> Any:
+        message = frame(number, [(row, 0, 8)], [new_row(row, b"abcdefgh", row + 1)])
+        media = common_pb2.MediaRef(hash=HASH, modality="image", offset=1, length=6, embeddings=6, grid=GRID)
+        message.new_rows[0].media.append(media)
+        if encodes:
+            message.encode.add(media=media)
+        return message
+
+    async def test_a_row_reads_what_was_encoded_and_a_miss_is_told(self, tmp_path: Path) -> None:
+        blobs = blobs_of(tmp_path)
+        runner = SimulatedRunner("", Cost(), SHAPE.max_model_len, blobs=blobs)
+        async with serving(runner, tmp_path, blobs=blobs) as worker:
+            await worker.prepare()
+            stream = await worker.open()
+            first = await stream.run(self.the_step(1, 0))
+            assert (first.row_status_u8, list(first.missing_media)) == (b"\3", [HASH])
+            (tmp_path / HASH.hex()).write_bytes(a_blob())
+            second = await stream.run(self.the_step(2, 1))
+            assert (second.row_status_u8, list(second.missing_media)) == (b"\0", [])
+            third = await stream.run(self.the_step(3, 2, encodes=False))
+            assert (third.row_status_u8, list(third.missing_media)) == (b"\0", []), "it is encoded once"
+            assert worker.metric("triptych:worker_encoded_media_total", modality="image") == 1
+            assert worker.metric("triptych:worker_missing_media_total") == 1
+            assert blobs.held_bytes == 0
+            assert blobs.take(HASH) is None, "nothing of it is kept"

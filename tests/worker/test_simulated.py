@@ -317,6 +317,11 @@ class TestMedia:
         assert computed(0, 1) == []
         assert computed(5, 1) == missing(two)
 
+    def test_embeddings_take_time_in_the_step_that_encodes_them(self) -> None:
+        cost = Cost(step_us=1000, token_us=10, row_us=100, embedding_us=4)
+        assert cost.seconds(5, 2) == pytest.approx(0.00125)
+        assert cost.seconds(5, 2, 250) == pytest.approx(0.00225)
+
 
 class TestKvGroups:
     def made(self) -> SimulatedRunner:

@@ -38,7 +38,13 @@ MAY_IMPORT = {
     ),
 }
 DOORS = {"service", "wire", "workers", "router", "rest", "cli"}
-TOP_LOOPS = {"services.common.server", "services.engine.loop", "services.worker.stepper", "services.gateway.rest.asgi"}
+TOP_LOOPS = {
+    "services.common.server",
+    "services.engine.loop",
+    "services.worker.stepper",
+    "services.gateway.rest.asgi",
+    "services.gateway.media.child.__main__",
+}
 OURS = ("services", "protos", "kernels")
 MEDIA_PROCESS = ("services.gateway.media.child",)  # a process of its own: what decodes stays out of the gateway's
 DECODERS = ("numpy", "PIL", "av")

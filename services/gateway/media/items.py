@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 MODALITIES = ("image", "video")
+Resample = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
+"""Pillow's filters, in the order of its numbers."""
 
 _VERSION = "triptych media 1"
 """Part of every hash: to be changed whenever equal input gives other patches."""
@@ -37,7 +39,7 @@ class PixelSettings:
     max_pixels: int
     image_mean: tuple[float, ...]  # per channel, of bytes that were divided by 255
     image_std: tuple[float, ...]
-    resample: Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"] = "bicubic"
+    resample: Resample = "bicubic"
 
     # Of videos alone.
     counts_frames: bool = False  # the pixels of all frames together are bounded, not those of each

@@ -1,0 +1,28 @@
+"""What is wrong with an item, as its sender is told."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+
+class BadMedia(Exception):
+    """The item cannot be taken. The text goes on from "messages[0].content[1]: "."""
+
+
+BROKEN = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    struct.error,
+    zlib.error,
+)
+"""What Pillow has been seen to raise, or may raise, over a file that is broken or made to harm."""

@@ -1,0 +1,84 @@
+"""An item made: its file read, decoded, resized, and written as a blob."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from PIL import Image
+
+from services.gateway.media.child.images import decode_bytes, open_image, pixels_of
+from services.gateway.media.child.patches import write_patches
+from services.gateway.media.child.videos import Ask, Clip, Pixels, Size, read_video
+from services.gateway.media.items import MediaOptions, MediaSettings, PixelSettings, Processed
+from services.gateway.media.sizes import choose_frames, image_size, patch_times, video_size
+from services.gateway.media.store import writing
+from services.gateway.media.wire import blob_head
+
+
+@dataclass(slots=True, frozen=True)
+class Job:
+    """One item. `data` is its content, or the file where that lies."""
+
+    data: bytes | Path
+    pixels: PixelSettings
+    options: MediaOptions
+    name: bytes  # its hash
+
+
+def make(job: Job, limits: MediaSettings, ask: Ask) -> Processed:
+    """Writes the blob. Raises BadMedia, and whatever a decoder raises over a broken file."""
+    if job.pixels.modality == "image":
+        return _written(job, Clip([_image(job, limits, ask)]), limits)
+    with _opened(job.data) as file:
+        return _written(job, _video(file, job, limits, ask), limits)
+
+
+def _opened(data: bytes | Path) -> BinaryIO:
+    return io.BytesIO(data) if isinstance(data, bytes) else data.open("rb")
+
+
+def _image(job: Job, limits: MediaSettings, ask: Ask) -> Pixels:
+    data = job.data if isinstance(job.data, bytes) else job.data.read_bytes()
+    image = open_image(data, limits)
+    ask(decode_bytes(image))
+    whole = pixels_of(image)
+    return _resized(whole, image_size(whole.height, whole.width, job.pixels, job.options), job.pixels)
+
+
+def _video(file: BinaryIO, job: Job, limits: MediaSettings, ask: Ask) -> Clip:
+    def choose(times: Sequence[Fraction]) -> list[int]:
+        return choose_frames(times, job.pixels, job.options)
+
+    def resize(count: int, whole: Size, picture: Image.Image) -> Pixels:
+        return _resized(picture, video_size(count, *whole, job.pixels, job.options), job.pixels)
+
+    return read_video(file, limits, choose, resize, ask)
+
+
+def _resized(image: Image.Image, size: Size, pixels: PixelSettings) -> Pixels:
+    height, width = size
+    resized = image.resize((width, height), Image.Resampling[pixels.resample.upper()])
+    return np.asarray(resized.convert("RGB"))
+
+
+def _written(job: Job, clip: Clip, limits: MediaSettings) -> Processed:
+    """The blob of the frames; the last patch in time is filled up by the last frame."""
+    pixels, frames = job.pixels, clip.frames
+    high, wide = (side // pixels.patch_size for side in frames[0].shape[:2])
+    temporal = pixels.temporal_patch_size
+    grid = (-(-len(frames) // temporal), high, wide)
+    with writing(Path(limits.folder), job.name) as file:
+        file.write(blob_head(job.name, pixels, grid))
+        for first in range(0, len(frames), temporal):
+            together = frames[first : first + temporal]
+            write_patches(file, np.stack([*together, *together[-1:] * (temporal - len(together))]), pixels)
+        nbytes = file.tell()
+    embeddings = grid[0] * high * wide // pixels.merge_size**2
+    times = patch_times(clip.times, temporal)
+    return Processed(job.name, pixels.modality, grid, embeddings, times, temporal * clip.seconds, nbytes)

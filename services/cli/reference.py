@@ -38,7 +38,8 @@ def page() -> str:
 def _table(cls: type[Settings]) -> str:
     lines = [f"## `{cls.section}`", "", cls.__doc__ or "", "", "| Option | Variable | Default | |", "|---|---|---|---|"]
     for name, info in cls.model_fields.items():
-        default = "" if info.default in (None, "") else f"`{info.default}`"
+        shown = ",".join(map(str, info.default)) if isinstance(info.default, tuple) else info.default
+        default = "" if shown in (None, "") else f"`{shown}`"
         choices = argument(cls, name, info).get("choices")
         text = f"{info.description}" + (f" ({', '.join(choices)})" if choices else "")
         lines.append(f"| `{option(name)}` | `{variable(cls, name)}` | {default} | {text} |")

@@ -124,7 +124,7 @@ def build_parser(cls: type[Settings], prog: str) -> argparse.ArgumentParser:
 
 def argument(cls: type[Settings], name: str, info: FieldInfo) -> dict[str, Any]:
     """How argparse takes a knob: its type, help, default as shown and environment name."""
-    shown = "none" if info.default is None or info.default == "" else info.default
+    shown = "none" if info.default in (None, "", ()) else info.default
     text = f"{info.description} (default: {shown}; {variable(cls, name)})".replace("%", "%%")
     kind = _without_none(info.annotation)
     if kind is bool:

@@ -11,6 +11,7 @@ inflight    one request between router and reader
 wire        protobuf to plain data and back
 text        a model's text side in one piece: bodies in, jobs out
 prompts     conversations and texts to ids, cut where a client allows it
+attachments  media of conversations: from parts to items that lie in a prompt
 answers     what an answer may hold, by the model's template
 generation  a whole request: events in, deltas out
 pipeline    one choice: tokens to text, stops, deltas
@@ -23,6 +24,7 @@ messages    the turns of a conversation
 tools       tools that a client offers, and which one must be called
 processors  what a model makes of media: sizes, frames, the text around them
 media       images and videos: decoded in processes of their own, kept as blobs
+parts       what a turn is made of: text, images, videos
 tokenize    text to ids, in threads
 text_files  the model's files, read
 validate    checks that need the model or another field

@@ -16,6 +16,7 @@ from services.common.settings import SettingsError
 from services.gateway import metrics, service
 from services.gateway.config import GatewaySettings
 from services.gateway.front import Front
+from services.gateway.media.building import Media
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import Models
 from services.gateway.prompts import TextSettings
@@ -34,8 +35,9 @@ class Gateway:
     def __init__(self, settings: GatewaySettings, http_socket: socket.socket, version: str) -> None:
         self.settings = settings
         texts = TextSettings(settings.tool_parser, settings.reasoning_parser, settings.allow_chat_template)
-        self.models = Models(settings.tokenizer_threads, texts)
         self.metrics = GatewayMetrics()
+        self.media = Media(settings, self.metrics.media)
+        self.models = Models(settings.tokenizer_threads, texts, self.media.door)
         self.metrics.introduce(settings.name, version)
         self.router = Router(
             settings.engine,
@@ -56,7 +58,7 @@ class Gateway:
             self.private = HttpServer(asgi.private(site), bind(settings.private_host, settings.private_port))
         shared = [("grpc.so_reuseport", int(settings.reuse_port))]
         self.server = Server([_address(settings.host, settings.grpc_port)], options=shared)
-        service.GatewayService(self.front).add_to(self.server)
+        service.GatewayService(self.front, self.media.uploads).add_to(self.server)
         facade.OpenAiRest(renderer).add_to(self.server)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -116,6 +118,7 @@ class Gateway:
         if self.private is not None:
             await self.private.stop()
         self.models.close()
+        await self.media.close()
 
 
 def _address(host: str, port: int) -> str:

@@ -20,6 +20,8 @@ class Asked:
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: object = None
+    media_io_kwargs: object = None
+    mm_processor_kwargs: object = None
     chat_template: str | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None

@@ -175,9 +175,9 @@ class ChatTemplate:
     def _continue(self, messages: list[Message], conversation: Conversation) -> str:
         last = messages[-1]
         where = f"messages[{len(messages) - 1}]"
-        if not last.text or last.tool_calls:
+        if not last.text or last.tool_calls or last.content:
             raise InvalidArgument(
-                f"{where}: continue_final_message needs a last message with text, and without calls",
+                f"{where}: continue_final_message needs a last message with text, and without calls and media",
                 field="continue_final_message",
             )
         marked = [*messages[:-1], replace(last, text=last.text + _MARK)]

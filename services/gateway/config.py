@@ -38,6 +38,30 @@ class GatewaySettings(Settings):
         False, "requests may bring a chat template; it is a program, so only for clients that are trusted"
     )
 
+    media_dir: str = knob(
+        "", "folder in which media lie for workers of this host; empty is a folder of this user in /dev/shm or /tmp"
+    )
+    media_store_bytes: int = knob(1 << 30, "media in that folder that no request needs any more, in bytes", ge=1 << 20)
+    media_uploads_bytes: int = knob(256 << 20, "uploaded and named media that are kept beside it, in bytes", ge=1 << 20)
+    media_processes: int = knob(2, "processes that decode images and videos", ge=1, le=256)
+    media_memory_bytes: int = knob(1 << 30, "memory that such a process may take for one item", ge=64 << 20)
+    media_timeout_s: float = knob(60.0, "time that such a process may take for one item", gt=0)
+    media_nice: int = knob(10, "niceness of these processes beside the gateway", ge=0, le=19)
+    media_queue: int = knob(1024, "items that wait for them; more are refused", ge=1)
+    media_max_items: int = knob(64, "images and videos of one request", ge=1, le=4096)
+    media_max_bytes: int = knob(64 << 20, "longest file of an image or a video", ge=1024)
+    media_image_pixels: int = knob(64_000_000, "most pixels of an image", ge=1)
+    media_video_pixels: int = knob(16_777_216, "most pixels of a frame of a video", ge=1)
+    media_video_frames: int = knob(36_000, "most frames of a video", ge=1)
+    media_allowed_hosts: tuple[str, ...] = knob(
+        (), "hosts from which media are fetched; .example.org is all below example.org; none fetches nothing"
+    )
+    media_allow_any_host: bool = knob(False, "media are fetched from any host of the public internet")
+    media_ports: tuple[int, ...] = knob((80, 443), "ports at which they are fetched")
+    media_redirects: int = knob(5, "redirects that are followed, each checked as the first URL", ge=0, le=20)
+    media_fetch_s: float = knob(10.0, "time that fetching one of them may take, redirects included", gt=0)
+    media_files: str = knob("", "folder whose files may be named by file: URLs; empty reads none")
+
     max_body_bytes: int = knob(8 * 1024 * 1024, "longest request body that is read", ge=1024)
     max_concurrent_requests: int = knob(8192, "gRPC calls at once; more are refused", ge=1)
 

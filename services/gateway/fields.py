@@ -72,6 +72,7 @@ _PENALTY = Number(-2.0, 2.0)
 _PROMPT = "text, token ids, or an array of either"
 _SAMPLED = Api.GENERATE | Api.RESPONSES
 _TREATED = _SAMPLED | Api.EMBEDDINGS
+_MEDIA = Api.RENDER | Api.RESPONSES
 _LABELLED = Api.OPENAI | Api.RESPONSES | Api.EMBEDDINGS
 
 FIELDS: tuple[Field, ...] = (
@@ -102,6 +103,8 @@ FIELDS: tuple[Field, ...] = (
         "A template instead of the model's own, if the server allows it.",
     ),
     _same("documents", Anything("an array of objects"), Api.RENDER, "Documents for the chat template."),
+    _same("media_io_kwargs", Anything("an object"), _MEDIA, 'How videos are read: {"video": {"fps", "num_frames"}}.'),
+    _same("mm_processor_kwargs", Anything("an object"), _MEDIA, "Pixels and frames that the media processor keeps."),
     _same(
         "truncate_prompt_tokens",
         Int(-1),
@@ -246,8 +249,8 @@ REFUSED: tuple[Refused, ...] = (
     Refused("length_penalty", Api.OPENAI, (1, 1.0)),
     Refused("spaces_between_special_tokens", Api.OPENAI, (True,)),
     Refused("prompt_embeds", Api.COMPLETIONS),
-    Refused("media_io_kwargs", Api.CHAT),
-    Refused("mm_processor_kwargs", Api.OPENAI),
+    Refused("media_io_kwargs", Api.COMPLETIONS),
+    Refused("mm_processor_kwargs", Api.COMPLETIONS),
     Refused("return_token_offsets", Api.OPENAI, (False,)),
     Refused("kv_transfer_params", Api.OPENAI),
     Refused("vllm_xargs", Api.OPENAI),
@@ -283,6 +286,7 @@ _ROWS: Mapping[Api, Mapping[str, Field | Refused]] = {
 }
 
 
+_AS_JSON = ("chat_template_kwargs", "tools", "documents", "media_io_kwargs", "mm_processor_kwargs")
 _GRPC_NAMES: Mapping[str, str] = {
     **{
         name: f"options.{name}"
@@ -311,7 +315,7 @@ _GRPC_NAMES: Mapping[str, str] = {
             "include_reasoning",
         )
     },
-    **{name: f"{name}_json" for name in ("chat_template_kwargs", "tools", "documents")},
+    **{name: f"{name}_json" for name in _AS_JSON},
 }
 """How the gRPC messages spell fields that are not sampling options."""
 

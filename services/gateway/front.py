@@ -47,6 +47,7 @@ class Running:
             on_tokens=self._timer.tokens,
             on_finish=self._timer.finish,
         )
+        self._media = job.media
         self._over = False
         front.began()
 
@@ -111,6 +112,7 @@ class Running:
             return
         self._over = True
         self._generation.close()
+        self._media.release()
         fields = self._timer.end(FinishReason.ABORT if error is None else FinishReason.ERROR)
         _log.info(
             "request finished",
@@ -163,9 +165,13 @@ class Front:
             raise Unavailable("this gateway is draining", reason="DRAINING", retry_after_ms=1000)
 
     def start(self, model: Model, job: Job, *, arrived: float) -> Running:
-        """Submits a request that arrived at `arrived` (time.monotonic)."""
-        self._refuse_if_closed()
-        return Running(self, model, job, arrived=arrived)
+        """Submits a request that arrived at `arrived` (time.monotonic). What it holds is released if it can't run."""
+        try:
+            self._refuse_if_closed()
+            return Running(self, model, job, arrived=arrived)
+        except BaseException:
+            job.media.release()
+            raise
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:

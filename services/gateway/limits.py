@@ -19,6 +19,7 @@ class TextLimits:
     prompts: int = 128
     inputs: int = 2048  # of one request for vectors: OpenAI's own bound
     messages: int = 8192
+    media_name: int = 256  # characters of a client's own name for an item
     tools: int = 128  # OpenAI's own bound
     top_logprobs: int = 20  # what the sampler reports at most
     template_chars: int = 65_536  # of a client's own chat template

@@ -12,6 +12,7 @@ from services.common.settings import nearest
 from services.gateway.json_text import read_json
 from services.gateway.kinds import whole, wrong
 from services.gateway.limits import DEFAULT_LIMITS, check_text
+from services.gateway.parts import CHAT_MEDIA, Content, MediaPart, check_role, gathered, read_url_part, refuse_part
 
 
 @dataclass(slots=True, frozen=True)
@@ -25,7 +26,10 @@ class ToolCall:
 
 @dataclass(slots=True, frozen=True)
 class Message:
-    """One turn. The parts of its content are joined by line breaks."""
+    """One turn. `text` is its text, parts of it joined by line breaks.
+
+    `content` has its parts in order where it has media, and is empty where there is text alone.
+    """
 
     role: str
     text: str
@@ -33,11 +37,15 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
     reasoning: str | None = None
+    content: Content = ()
 
     def for_template(self, *, parts: bool) -> dict[str, Any]:
-        """The dict that a template sees; `parts` spells the text as a list of one part."""
+        """The dict that a template sees; `parts` spells the text as a list of one part. With media it is a list."""
         shown: dict[str, Any] = {"role": self.role}
-        shown["content"] = [{"type": "text", "text": self.text}] if parts else self.text
+        if self.content:
+            shown["content"] = [_part_for_template(part) for part in self.content]
+        else:
+            shown["content"] = [_part_for_template(self.text)] if parts else self.text
         if self.tool_calls:
             shown["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
         if self.tool_call_id is not None:
@@ -47,6 +55,11 @@ class Message:
         if self.reasoning is not None:
             shown.update(dict.fromkeys(_REASONING, self.reasoning))
         return shown
+
+    def told(self, before: str = "", after: str = "") -> Message:
+        """The turn with more text around what it says."""
+        around = self.content and tuple(part for part in (before, *self.content, after) if part)
+        return replace(self, text=before + self.text + after, content=around)
 
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -59,6 +72,10 @@ _NO_ANSWERS = frozenset({"system", "developer", "user", "tool", "function"})
 """Roles that call nothing and do not reason; what a role may that only a template knows is the template's business."""
 _NO_RESULTS = _NO_ANSWERS - {"tool"} | {"assistant"}
 """Roles that answer no call."""
+
+
+def _part_for_template(part: str | MediaPart) -> dict[str, Any]:
+    return {"type": "text", "text": part} if isinstance(part, str) else {"type": part.modality}
 
 
 def _call_for_template(call: ToolCall) -> dict[str, Any]:
@@ -74,16 +91,16 @@ def read_messages(value: object, *, field: str = "messages") -> tuple[Message, .
     return tuple(_read_message(entry, f"{field}[{i}]") for i, entry in enumerate(value))
 
 
-def make_message(message: Message, content: Sequence[str], where: str) -> Message:
+def make_message(message: Message, content: Sequence[str | MediaPart], where: str) -> Message:
     """A turn with its content in parts, checked: what does not come from JSON is made by this."""
-    text = "\n".join(content)
+    text, parts = gathered(content)
     if not message.role:
         raise wrong(f"{where}.role", "a role", message.role)
     for i, call in enumerate(message.tool_calls):
         if not call.name:
             raise wrong(f"{where}.tool_calls[{i}].name", "a name", call.name)
         check_arguments(call.arguments, f"{where}.tool_calls[{i}].arguments")
-    turn = Message(message.role, text, message.tool_calls, message.tool_call_id, message.name, message.reasoning)
+    turn = replace(message, text=text, content=parts)
     return _in_place(turn, where, reasoning="reasoning_content", said=bool(content))
 
 
@@ -104,6 +121,7 @@ def _in_place(turn: Message, where: str, *, reasoning: str, said: bool) -> Messa
     if role == "tool" and not turn.tool_call_id:
         place = f"{where}.tool_call_id"
         raise InvalidArgument(f"{place}: needed, the id of the call that is answered", field=place)
+    check_role(role, turn.content)
     if turn.reasoning is not None and role in _NO_ANSWERS:
         turn = replace(turn, reasoning=None)
     if turn.tool_call_id == "":
@@ -112,11 +130,6 @@ def _in_place(turn: Message, where: str, *, reasoning: str, said: bool) -> Messa
         without = "" if role in _NO_ANSWERS else " without tool_calls"
         raise InvalidArgument(f"{where}.content: needed{without}", field=f"{where}.content")
     return turn
-
-
-def refuse_part(kind: str, where: str) -> InvalidArgument:
-    """The error for a part that is no text."""
-    return InvalidArgument(f"{where}: content of type {kind!r} is not supported by this model", field=where)
 
 
 def _read_message(entry: object, where: str) -> Message:
@@ -133,9 +146,9 @@ def _read_message(entry: object, where: str) -> Message:
     calls = _read_calls(entry.get("tool_calls"), f"{where}.tool_calls")
     content = entry.get("content")
     spelled, reasoning = _read_reasoning(entry, where)
-    text = "" if content is None else _read_content(content, f"{where}.content")
+    text, parts = ("", ()) if content is None else _read_content(content, f"{where}.content")
     call_id, name = _string(entry, "tool_call_id", where), _string(entry, "name", where)
-    turn = Message(role, text, calls, call_id, name, reasoning)
+    turn = Message(role, text, calls, call_id, name, reasoning, parts)
     return _in_place(turn, where, reasoning=spelled, said=content is not None)
 
 
@@ -161,21 +174,23 @@ def _string(entry: dict[str, Any], key: str, where: str) -> str | None:
     return value
 
 
-def _read_content(content: object, where: str) -> str:
+def _read_content(content: object, where: str) -> tuple[str, Content]:
     if isinstance(content, str):
         check_text(content, where)
-        return content
+        return content, ()
     if not isinstance(content, list):
         raise wrong(where, "a string or an array of parts", content)
-    return "\n".join(_read_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+    return gathered([_read_part(part, f"{where}[{i}]") for i, part in enumerate(content)])
 
 
-def _read_part(part: object, where: str) -> str:
+def _read_part(part: object, where: str) -> str | MediaPart:
     if isinstance(part, str):
         check_text(part, where)
         return part
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise wrong(where, "a part with a type", part)
+    if part["type"] in CHAT_MEDIA:
+        return read_url_part(part, where)
     if part["type"] != "text":
         raise refuse_part(part["type"], where)
     text = _string(part, "text", where)

@@ -79,6 +79,34 @@ class HttpMetrics:
         return generate_latest(self.registry)
 
 
+class MediaMetrics:
+    """Images and videos of requests."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._items = Counter(
+            "triptych:media_items", "Images and videos prepared for requests.", ("modality",), registry=registry
+        )
+        self._seconds = Histogram(
+            "triptych:media_seconds",
+            "Time from the part of a request to its blob: got, waited, decoded, or found.",
+            ("modality",),
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self._failures = Counter(
+            "triptych:media_failures", "Parts that were refused, by reason.", ("modality", "reason"), registry=registry
+        )
+
+    def prepared(self, modality: str, seconds: float) -> None:
+        """An item is there."""
+        self._items.labels(modality).inc()
+        self._seconds.labels(modality).observe(seconds)
+
+    def failed(self, modality: str, reason: str) -> None:
+        """A part could not be read; `reason` is the word of its error."""
+        self._failures.labels(modality, reason.lower()).inc()
+
+
 class GatewayMetrics(HttpMetrics):
     """All series of one gateway process."""
 
@@ -106,6 +134,7 @@ class GatewayMetrics(HttpMetrics):
             (*_LABELS, "finished_reason"),
             registry=registry,
         )
+        self.media = MediaMetrics(registry)
         self.live = Gauge("triptych:gateway_live_requests", "Requests that have not ended.", registry=registry)
         self.replays = Gauge(
             "triptych:gateway_replays", "Requests submitted again after a lost engine.", registry=registry

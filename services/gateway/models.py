@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.common.errors import NotFound, Unavailable
 from services.common.logs import Log
 from services.gateway.kinds import wrong
+from services.gateway.media.door import MediaDoor
 from services.gateway.prompts import TextSettings
 from services.gateway.text import ModelText
 from services.gateway.wire import EngineInfo
@@ -25,8 +27,11 @@ class Model:
 class Models:
     """Follows the engine: a model is read again when the engine comes with other files or limits."""
 
-    def __init__(self, threads: int, settings: TextSettings | None = None) -> None:
+    def __init__(
+        self, threads: int, settings: TextSettings | None = None, door: Callable[[], MediaDoor] | None = None
+    ) -> None:
         self._threads = threads
+        self._door = door
         self._settings = settings
         self._model: Model | None = None
 
@@ -44,6 +49,8 @@ class Models:
             max_n=info.max_n,
             threads=self._threads,
             settings=self._settings,
+            door=self._door,
+            modalities=frozenset(info.capabilities),
         )
         self._model = Model(info, text)
         _log.info("model loaded", model=info.name, max_model_len=info.max_model_len, fingerprint=info.fingerprint)
@@ -74,4 +81,4 @@ class Models:
 
 
 def _text_side(info: EngineInfo) -> tuple[object, ...]:
-    return info.name, info.vocab_size, info.max_model_len, info.max_n, info.text_files
+    return info.name, info.vocab_size, info.max_model_len, info.max_n, info.capabilities, info.text_files

@@ -1,6 +1,6 @@
 """Prompts of one model: a conversation or a text to ids, cut where the client allows it.
 
-    conversation ──template──▶ text ──tokenizer──▶ ids ──cut──▶ Prompt
+    conversation ──template──▶ text ──attachments──▶ text with media ──tokenizer──▶ ids ──cut──▶ Prompt
 
 All work that takes time runs in the tokenizer's threads. Knows the template; nothing of sampling.
 """
@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from services.common.errors import FailedPrecondition, InvalidArgument
 from services.common.settings import nearest
-from services.gateway import toolless
+from services.gateway import attachments, toolless
 from services.gateway.answers import AnswerForm, effort_variables, read_effort
 from services.gateway.asked import Asked
+from services.gateway.attachments import NOTHING, Attachments, Held, Wanted
 from services.gateway.chat import RESERVED, ChatTemplate, Conversation
 from services.gateway.fields import Api, Caller
 from services.gateway.kinds import wrong
 from services.gateway.limits import DEFAULT_LIMITS
+from services.gateway.media.options import read_options
 from services.gateway.messages import Message
 from services.gateway.text_files import TextFiles
 from services.gateway.tokenize import TokenizerPool
@@ -49,18 +51,30 @@ class Talk:
 
 @dataclass(slots=True, frozen=True)
 class Rendered:
-    """A conversation as a prompt. `talk` is what it was rendered with."""
+    """A conversation as a prompt. `talk` is what it was rendered with, `media` what it holds until it is released.
+
+    `text` has one placeholder for each item of media.
+    """
 
     ids: tuple[int, ...]
     text: str
     talk: Talk
+    media: Held = NOTHING
 
 
 class Prompts:
     """The prompts of one model."""
 
-    def __init__(self, facts: ModelFacts, pool: TokenizerPool, files: TextFiles, settings: TextSettings) -> None:
+    def __init__(
+        self,
+        facts: ModelFacts,
+        pool: TokenizerPool,
+        files: TextFiles,
+        settings: TextSettings,
+        attachments: Attachments | None = None,
+    ) -> None:
         self._facts = facts
+        self._attachments = attachments  # None for a model that takes no media
         self._pool = pool
         self._special_tokens = files.special_tokens
         self._settings = settings
@@ -86,11 +100,16 @@ class Prompts:
         """A conversation with the tools that the model shall see."""
         talk = await self._talk_for(asked, caller, tools=bool(tools))
         conversation = _conversation(asked, caller, talk, messages, tools)
+        wanted = self._wanted(asked, caller, conversation)
         size = sum(len(message.text) for message in conversation.messages)
         try:
+            if self._attachments is not None:
+                self._attachments.check_texts(conversation.messages)
             text = await self._pool.run(lambda _: talk.template.render(conversation), size=size)
         except InvalidArgument as error:
             raise _spelled(error, caller) from None
+        if wanted is not None:
+            return await self._with_media(Rendered((), text, talk), wanted, asked, caller)
         ids = await self.ids(text, asked, caller, caller.turns, add_special_tokens=bool(asked.add_special_tokens))
         return Rendered(ids, text, talk)
 
@@ -104,7 +123,49 @@ class Prompts:
             ids = await self._pool.encode(prompt, add_special_tokens=add_special_tokens, max_ids=most, field=field)
         else:
             ids = tuple(prompt)
+        if self._attachments is not None:
+            self._attachments.check_ids(ids, field)
         return cut(ids, limit, asked.truncation_side)
+
+    def _wanted(self, asked: Asked, caller: Caller, conversation: Conversation) -> Wanted | None:
+        """The media of a conversation; None where it has none."""
+        messages = conversation.messages
+        fields = caller.spell("media_io_kwargs"), caller.spell("mm_processor_kwargs")
+        if not any(message.content for message in messages):
+            for field, value in zip(fields, (asked.media_io_kwargs, asked.mm_processor_kwargs), strict=True):
+                if value is not None and value != {}:
+                    raise InvalidArgument(f"{field}: only allowed together with images or videos", field=field)
+            return None
+        if self._attachments is None:
+            attachments.refuse_all(messages)
+            return None
+        options = read_options(asked.media_io_kwargs, asked.mm_processor_kwargs, fields=fields)
+        wanted = self._attachments.read(messages, options, asked)
+        self._attachments.check_options(wanted, caller)
+        return wanted
+
+    async def _with_media(self, rendered: Rendered, wanted: Wanted, asked: Asked, caller: Caller) -> Rendered:
+        """The prompt of a conversation that has media. Its `media` are pinned."""
+        side, field = self._attachments, caller.turns
+        assert side is not None
+        side.check_text(rendered.text, wanted.parts, field)
+        limit = prompt_limit(asked, caller, self._facts)
+        most = self._facts.max_model_len if limit is None else None
+        prepared = await side.prepare(wanted)
+        held = Held((), tuple(one.pin for one in prepared))
+        try:
+            processed = [one.processed for one in prepared]
+            special = bool(asked.add_special_tokens)
+            text = side.expand(rendered.text, processed)
+            ids = await self._pool.encode(text, add_special_tokens=special, max_ids=most, field=field)
+            placed = await self._pool.run(lambda _: side.place(ids, processed, field), size=len(text))
+            place = caller.spell("truncate_prompt_tokens")
+            items = attachments.cut(placed, len(ids), limit, asked.truncation_side, place)
+            ids = cut(ids, limit, asked.truncation_side)
+        except BaseException:
+            held.release()
+            raise
+        return replace(rendered, ids=ids, media=replace(held, items=tuple(items)))
 
     async def _of_client(self, source: str, field: str) -> Talk:
         if not self._settings.allow_chat_template:

@@ -138,6 +138,22 @@ class ResponseOptions:
 
 
 @dataclass(slots=True, frozen=True)
+class MediaItem:
+    """An image or a video in a prompt: MediaRef of the contract.
+
+    It lies in [offset, offset + length), from its first placeholder to its last. The k-th placeholder there takes
+    embedding k; what else stands there (times of a video, marks of its frames) is text.
+    """
+
+    hash: bytes  # SHA-256 over content, settings and options, 32 bytes
+    modality: str  # "image" or "video"
+    offset: int
+    length: int
+    embeddings: int
+    grid: tuple[int, int, int]  # patches in time, height and width
+
+
+@dataclass(slots=True, frozen=True)
 class GenerateSpec:
     """A checked request, ready for the engine."""
 
@@ -153,6 +169,7 @@ class GenerateSpec:
     pooling: Literal["mean", "last"] | None = None  # a vector is wanted instead of tokens
     labels: Mapping[str, str] = field(default_factory=dict)  # the client's own words, for the log
     forbids: str | None = None  # the field that leaves fewest tokens to sample, as the client spells it
+    media: tuple[MediaItem, ...] = ()  # in order of offset
 
 
 class TokenLogprob(NamedTuple):

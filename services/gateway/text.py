@@ -8,18 +8,22 @@ Knows no protocol: `values` is a mapping with the names of the field table, from
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.common.errors import InvalidArgument
 from services.gateway.asked import Asked
+from services.gateway.attachments import NOTHING, Attachments, Held
 from services.gateway.constraints.building import Constraints
 from services.gateway.constraints.parts import Calls, Surroundings
 from services.gateway.fields import Api, Caller, read_fields
 from services.gateway.kinds import wrong
 from services.gateway.limits import DEFAULT_LIMITS
+from services.gateway.media.door import MediaDoor
+from services.gateway.media.items import MODALITIES
 from services.gateway.messages import Message, read_messages
 from services.gateway.parsers.formats import opens_reasoning, tool_format
+from services.gateway.processors.read import read_rules
 from services.gateway.prompts import Prompts, Rendered, TextSettings
 from services.gateway.request import (
     Constraint,
@@ -61,11 +65,15 @@ class Envelope:
 
 @dataclass(slots=True, frozen=True)
 class Job:
-    """A request ready to run, how to show its answer, and the text that is echoed before it."""
+    """A request ready to run, how to show its answer, the text that is echoed before it, and what it holds.
+
+    `media` is to be released when the request has ended.
+    """
 
     spec: GenerateSpec
     response: ResponseOptions
     echo: str = ""
+    media: Held = NOTHING
 
 
 @dataclass(slots=True, frozen=True)
@@ -85,6 +93,7 @@ class _Prompt:
     field: str
     echo: str = ""
     echoed: bool = False  # all of it is
+    media: Held = NOTHING
 
 
 class ModelText:
@@ -107,15 +116,21 @@ class ModelText:
         max_n: int,
         threads: int = 2,
         settings: TextSettings | None = None,
+        door: Callable[[], MediaDoor] | None = None,
+        modalities: frozenset[str] = frozenset(),
     ) -> ModelText:
-        """Reads the files off the event loop; raises FailedPrecondition that names the file at fault."""
+        """Reads the files off the event loop; raises FailedPrecondition that names the file at fault.
+
+        `modalities` are the media that the worker takes, `door` makes what prepares them.
+        """
 
         def build() -> ModelText:
             read = read_files(files)
             pool = TokenizerPool(read.tokenizer_json, threads=threads)
             eos = _eos_ids(read, pool, vocab_size)
             facts = ModelFacts(name, vocab_size, max_model_len, max_n, eos, read.sampling_defaults)
-            return cls(facts, pool, Prompts(facts, pool, read, settings or TextSettings()))
+            media = _attachments(files, pool, door, modalities)
+            return cls(facts, pool, Prompts(facts, pool, read, settings or TextSettings(), media))
 
         return await asyncio.to_thread(build)
 
@@ -199,6 +214,8 @@ class ModelText:
             ("chat_template", asked.chat_template),
             ("chat_template_kwargs", asked.chat_template_kwargs),
             ("documents", asked.documents),
+            ("media_io_kwargs", asked.media_io_kwargs),
+            ("mm_processor_kwargs", asked.mm_processor_kwargs),
             ("tools", asked.tools),
         ):
             if value is not None:
@@ -210,7 +227,9 @@ class ModelText:
     ) -> tuple[int, ...]:
         """The ids of a conversation, as a chat would send them."""
         tools = read_tools(asked.tools, field=caller.spell("tools"))
-        return (await self._prompts.conversation(asked, caller, messages, tools)).ids
+        rendered = await self._prompts.conversation(asked, caller, messages, tools)
+        rendered.media.release()
+        return rendered.ids
 
     async def detokenize(self, ids: Sequence[int], *, field: str = "tokens") -> str:
         """The text of ids, special tokens included."""
@@ -231,9 +250,26 @@ class ModelText:
         check_tool_fields(asked, caller, tools=bool(tools), forced=choice.forced)
         shown = () if choice.mode == "none" else tools
         rendered = await self._prompts.conversation(asked, caller, messages, shown)
+        try:
+            return await self._answered(request, messages, rendered, tools, choice)
+        except BaseException:
+            rendered.media.release()
+            raise
+
+    async def _answered(
+        self,
+        request: _Request,
+        messages: Sequence[Message],
+        rendered: Rendered,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+    ) -> Job:
+        """The job of a conversation that is rendered."""
+        asked, caller = request.asked, request.caller
+        shown = () if choice.mode == "none" else tools
         continued = messages[-1].text if asked.continue_final_message else ""
         text = self._answer(request, rendered, continued, self._tools(request, rendered, shown, choice))
-        prompt = _Prompt(rendered.ids, caller.turns, continued if asked.echo else "")
+        prompt = _Prompt(rendered.ids, caller.turns, continued if asked.echo else "", media=rendered.media)
         calls = self._calls(request, text.tools, tools, choice)
         around = Surroundings(text.reasoning, self.vocabulary, () if calls is None else calls.marks)
         constraint = await self._constraints.build(asked, caller, calls=calls, around=around)
@@ -314,8 +350,9 @@ class ModelText:
             traceparent=envelope.traceparent,
             labels=labels(asked),
             forbids=forbidding(asked, caller, constraint),
+            media=prompt.media.items,
         )
-        return Job(spec, response_options(asked, sampling, caller), prompt.echo)
+        return Job(spec, response_options(asked, sampling, caller), prompt.echo, prompt.media)
 
     async def _banned(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         """The id sequences of words, at the start of a text and after a space."""
@@ -331,6 +368,17 @@ class ModelText:
             return [ids for ids in found if ids]
 
         return await self._pool.run(encode)
+
+
+def _attachments(
+    files: Mapping[str, bytes], pool: TokenizerPool, door: Callable[[], MediaDoor] | None, modalities: frozenset[str]
+) -> Attachments | None:
+    """The media side of a model; None where its worker takes none, or this process prepares none."""
+    taken = modalities & set(MODALITIES)
+    rules = read_rules(files) if door is not None and taken else None
+    if door is None or rules is None:
+        return None
+    return Attachments(rules, rules.embedding_ids(pool.id_of), rules.modalities & taken, door())
 
 
 def _eos_ids(files: TextFiles, pool: TokenizerPool, vocab_size: int) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from services.gateway.messages import Message, ToolCall
 from services.gateway.parsers.formats import tool_format
+from services.gateway.parts import Content
 from services.gateway.tools import Tool
 
 FORMAT = "hermes"
@@ -31,7 +32,7 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
-_RESULT = "<tool_response>\n{}\n</tool_response>"
+_RESULT = ("<tool_response>\n", "\n</tool_response>")
 
 
 def offer(messages: Sequence[Message], tools: Sequence[Tool], *, system: bool) -> tuple[Message, ...]:
@@ -41,10 +42,10 @@ def offer(messages: Sequence[Message], tools: Sequence[Tool], *, system: bool) -
         at = next((i for i, message in enumerate(messages) if message.role == "user"), None)
         if at is None:
             return (Message("user", block), *messages)
-        told = replace(messages[at], text=f"{block}\n\n{messages[at].text}")
+        told = messages[at].told(before=f"{block}\n\n")
         return (*messages[:at], told, *messages[at + 1 :])
     if messages and messages[0].role in ("system", "developer"):
-        return (replace(messages[0], text=f"{messages[0].text}\n\n{block}"), *messages[1:])
+        return (messages[0].told(after=f"\n\n{block}"), *messages[1:])
     return (Message("system", block), *messages)
 
 
@@ -54,15 +55,24 @@ def tell(messages: Sequence[Message]) -> tuple[Message, ...]:
     answering = False  # whether the last turn holds results, so that the next one joins it
     for message in messages:
         if message.role == "tool":
-            result = _RESULT.format(message.text)
+            shown = message.told(*_RESULT)
+            result = Message("user", shown.text, content=shown.content)
             if answering:
-                told[-1] = replace(told[-1], text=f"{told[-1].text}\n{result}")
+                told[-1] = _joined(told[-1], result)
             else:
-                told.append(Message("user", result))
+                told.append(result)
         else:
             told.append(_told(message) if message.tool_calls else message)
         answering = message.role == "tool"
     return tuple(told)
+
+
+def _joined(first: Message, second: Message) -> Message:
+    """Two turns of the same speaker as one."""
+    content: Content = ()
+    if first.content or second.content:
+        content = (*(first.content or (first.text,)), "\n", *(second.content or (second.text,)))
+    return replace(first, text=f"{first.text}\n{second.text}", content=content)
 
 
 def _told(message: Message) -> Message:

@@ -20,6 +20,7 @@ from services.gateway.request import (
     Finish,
     FinishReason,
     GenerateSpec,
+    MediaItem,
     PooledVector,
     Position,
     SamplingParams,
@@ -284,7 +285,21 @@ def submit(
         message.traceparent = spec.traceparent
     if spec.pooling is not None:
         message.pooling = _POOLING[spec.pooling]
+    for item in spec.media:
+        message.media.append(media_ref(item))
     return engine_pb2.AttachRequest(submit=message)
+
+
+def media_ref(item: MediaItem) -> common_pb2.MediaRef:
+    """An image or a video in a prompt."""
+    return common_pb2.MediaRef(
+        hash=item.hash,
+        modality=item.modality,
+        offset=item.offset,
+        length=item.length,
+        embeddings=item.embeddings,
+        grid=item.grid,
+    )
 
 
 def abort(

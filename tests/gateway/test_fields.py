@@ -18,7 +18,9 @@ APIS = (
 GOOD: dict[str, Any] = {
     "model": "m", "messages": [], "prompt": "x", "input": "x", "instructions": "i", "tokens": [1],
     "add_special_tokens": True, "add_generation_prompt": False, "continue_final_message": True,
-    "chat_template_kwargs": {"a": 1}, "chat_template": "x", "documents": [], "truncate_prompt_tokens": 5,
+    "chat_template_kwargs": {"a": 1}, "chat_template": "x", "documents": [],
+    "media_io_kwargs": {"video": {"fps": 2.0}}, "mm_processor_kwargs": {"max_pixels": 4096},
+    "truncate_prompt_tokens": 5,
     "truncation_side": "right",
     "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.5, "repetition_penalty": 1.5, "frequency_penalty": 0.5,
     "presence_penalty": -0.5, "logit_bias": {"1": 2}, "allowed_token_ids": [1], "bad_words": ["x"], "seed": 7, "n": 2,

@@ -62,6 +62,8 @@ CONTEXT: dict[str, dict[str, Any]] = {
 ELSEWHERE = {
     "model": "chooses the model: test_rest, test_service",
     "return_token_strs": "beside the ids: test_rest",
+    "media_io_kwargs": "what is made of media: test_media_requests",
+    "mm_processor_kwargs": "the same",
     "encoding_format": "how vectors are written: test_embeddings",
 }
 

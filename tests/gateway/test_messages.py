@@ -98,7 +98,7 @@ def test_text_as_one_part() -> None:
         ([{"role": "user", "content": [{"text": "x"}]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": [{"type": "text", "text": "x", "more": 1}]}], "messages[0].content[0].more"),
-        ([{"role": "user", "content": ["ok", {"type": "image_url"}]}], "messages[0].content[1]"),
+        ([{"role": "user", "content": ["ok", {"type": "input_audio"}]}], "messages[0].content[1]"),
         *(
             ([{"role": role, "content": "x", **misplaced}], f"messages[0].{next(iter(misplaced))}")
             for role in ("system", "developer", "user", "function")

@@ -98,7 +98,7 @@ WRONG: list[tuple[object, str]] = [
     ([{"role": ["user"], "content": "x"}], "input[0].role"),
     ([{"role": "user"}], "input[0].content"),
     ([{"role": "user", "content": 5}], "input[0].content"),
-    ([USER, {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "input[1].content[0]"),
+    ([USER, {"role": "user", "content": [{"type": "input_audio", "data": "x"}]}], "input[1].content[0]"),
     ([{"role": "user", "content": [{"type": "input_text"}]}], "input[0].content[0].text"),
     ([{"role": "user", "content": [{"type": "input_text", "text": "x", "extra": 1}]}], "input[0].content[0].extra"),
     ([{"role": "user", "content": "x", "extra": 1}], "input[0].extra"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from services.gateway.fields import Api, accepted
 from services.gateway.limits import DEFAULT_LIMITS as LIMITS
+from services.gateway.media import options
+from services.gateway.parts import DETAILS
 from services.gateway.rest.schemas import (
     ANYTHING,
     BOOLEAN,
@@ -33,6 +35,19 @@ _OFFERED = (
 _TOKENS: Schema = array(TOKEN_ID, minItems=1)
 
 # Conversations
+
+_UUID: Schema = {"type": ["string", "null"], "minLength": 1, "maxLength": LIMITS.media_name}
+_DETAIL: Schema = {"enum": [*DETAILS, None]}
+
+
+def _url_part(kind: str, marks: dict[str, Schema]) -> Schema:
+    """A part with a URL; only a uuid makes that one needless."""
+    named = either(only({}, {"url": nullable(STRING), **marks}), NULL)
+    return either(
+        only({"type": {"const": kind}, kind: only({"url": NAME}, marks)}, {"uuid": _UUID}),
+        only({"type": {"const": kind}, "uuid": {**_UUID, "type": "string"}}, {kind: named}),
+    )
+
 
 _ROLE: Schema = either({"enum": ["system", "developer", "user", "assistant", "tool"]}, NAME)
 _CALLED: Schema = only({"name": NAME}, {"arguments": {"type": ["string", "object", "null"]}})
@@ -68,6 +83,14 @@ def _spoken(parts: Schema, *roles: str) -> Schema:
 
 
 _INPUT_TEXT = _part("input_text", "text")
+_IMAGE_MARKS = {"detail": _DETAIL, "file_id": NULL}
+_INPUT_IMAGE = either(
+    only({"type": {"const": "input_image"}, "image_url": NAME}, {"uuid": _UUID, **_IMAGE_MARKS}),
+    only(
+        {"type": {"const": "input_image"}, "uuid": {**_UUID, "type": "string"}},
+        {"image_url": nullable(STRING), **_IMAGE_MARKS},
+    ),
+)
 _ANSWERED = either(_part("output_text", "text", "annotations", "logprobs"), _part("refusal", "refusal"))
 _THOUGHT = {
     "summary": either(STRING, array(_part("summary_text", "text")), NULL),
@@ -81,22 +104,42 @@ _FORMAT_NOTES = {"description": nullable(STRING), "strict": nullable(BOOLEAN)}
 _PLAIN: Schema = only({"type": {"enum": ["text", "json_object"]}})
 _JSON_SCHEMA: Schema = {"const": "json_schema"}
 
+
+def _numbers(names: tuple[str, ...]) -> dict[str, Schema]:
+    kinds: dict[str, Schema] = {"fps": {"type": ["number", "null"], "exclusiveMinimum": 0}}
+    whole: Schema = {"type": ["integer", "null"], "minimum": 1, "exclusiveMaximum": 2**31}
+    return {name: kinds.get(name, whole) for name in names}
+
+
 COMPONENTS: dict[str, Schema] = {
     "TokenId": {"type": "integer", "minimum": 0, "description": "An id of the model's vocabulary."},
-    "ContentPart": either(STRING, only({"type": {"const": "text"}, "text": STRING})),
+    "ContentPart": either(
+        STRING,
+        only({"type": {"const": "text"}, "text": STRING}),
+        _url_part("image_url", {"detail": _DETAIL}),
+        _url_part("video_url", {}),
+    ),
     "ToolCall": only({"function": _CALLED}, {"id": nullable(STRING), "type": _FUNCTION, "index": nullable(INTEGER)}),
     "Message": _MESSAGE,
     "Messages": array(ref("Message"), minItems=1, maxItems=LIMITS.messages),
     "Prompt": either(STRING, _TOKENS, array(either(STRING, _TOKENS), minItems=1, maxItems=LIMITS.prompts)),
     "EmbeddingInput": either(NAME, _TOKENS, array(either(NAME, _TOKENS), minItems=1, maxItems=LIMITS.inputs)),
     "InputItem": either(
-        _spoken(_INPUT_TEXT, "user", "system", "developer"),
+        _spoken(either(_INPUT_TEXT, _INPUT_IMAGE), "user"),
+        _spoken(_INPUT_TEXT, "system", "developer"),
         _spoken(_ANSWERED, "assistant"),
         _item("reasoning", {}, _THOUGHT),
         _item("function_call", {"call_id": NAME, "name": NAME, "arguments": STRING}),
-        _item("function_call_output", {"call_id": NAME, "output": either(STRING, array(_INPUT_TEXT))}),
+        _item(
+            "function_call_output",
+            {"call_id": NAME, "output": either(STRING, array(either(_INPUT_TEXT, _INPUT_IMAGE)))},
+        ),
     ),
     "Input": either(STRING, array(ref("InputItem"), minItems=1, maxItems=LIMITS.messages)),
+    "MediaReading": only(
+        {}, {modality: either(only({}, _numbers(keys)), NULL) for modality, keys in options.READING.items()}
+    ),
+    "MediaProcessing": only({}, _numbers(options.PROCESSING)),
     "Tool": only({"type": _FUNCTION, "function": only(*_OFFERED)}),
     "ResponseTool": only({"type": _FUNCTION, **_OFFERED[0]}, _OFFERED[1]),
     "ToolChoice": either(
@@ -126,6 +169,8 @@ OPEN: dict[str, dict[Api, Schema]] = {
     "n": {Api.ANY: {"type": "integer", "minimum": 1}},
     "prompt": {Api.COMPLETIONS: ref("Prompt"), Api.TOKENIZE: STRING},
     "input": {Api.EMBEDDINGS: ref("EmbeddingInput"), Api.RESPONSES: ref("Input")},
+    "media_io_kwargs": {Api.ANY: ref("MediaReading")},
+    "mm_processor_kwargs": {Api.ANY: ref("MediaProcessing")},
     "documents": {Api.ANY: array(OBJECT)},
     "tools": {
         Api.CHAT | Api.TOKENIZE: array(ref("Tool"), maxItems=LIMITS.tools),

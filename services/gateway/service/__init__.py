@@ -2,8 +2,9 @@
 
     request ──reading──▶ values, prompt or turns ──text──▶ Job ──front──▶ Running ──writing──▶ messages
 
-reading  requests as plain values
-writing  deltas as messages
+reading    requests as plain values
+receiving  a file in pieces
+writing    deltas as messages
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from services.common.errors import InvalidArgument, Unimplemented
 from services.common.server import Server
 from services.gateway import embeddings, wire
 from services.gateway.front import Front
+from services.gateway.media.uploads import Uploads
 from services.gateway.models import Model
-from services.gateway.service import reading, writing
+from services.gateway.service import reading, receiving, writing
 from services.gateway.text import Envelope
 from services.gateway.trace import TRACEPARENT, request_id_of
 
@@ -32,8 +34,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):  # type: ignore[misc]
     """The contract with clients. What is not built is refused by name."""
 
-    def __init__(self, front: Front) -> None:
+    def __init__(self, front: Front, uploads: Uploads) -> None:
         self._front = front
+        self._uploads = uploads
 
     def add_to(self, server: Server) -> None:
         """Answers on that server."""
@@ -130,8 +133,10 @@ class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):  # type: ignore[m
     async def UploadMedia(
         self, request_iterator: AsyncIterator[gateway_pb2.UploadMediaRequest], context: Context
     ) -> gateway_pb2.UploadMediaResponse:
-        """Not built."""
-        raise Unimplemented("UploadMedia is not supported by this server")
+        """Keeps a file for later requests."""
+        with self._front.arrival():
+            digest = await receiving.upload(self._uploads, request_iterator)
+        return gateway_pb2.UploadMediaResponse(sha256=digest)
 
     def _model_of(
         self,

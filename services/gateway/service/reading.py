@@ -17,7 +17,8 @@ from services.gateway.fields import Api, Caller, read_fields
 from services.gateway.json_text import read_json
 from services.gateway.kinds import Object
 from services.gateway.limits import DEFAULT_LIMITS
-from services.gateway.messages import Message, ToolCall, make_message, refuse_part
+from services.gateway.messages import Message, ToolCall, make_message
+from services.gateway.parts import MediaPart, Modality, check_uuid, make_part, refuse_part
 
 PREFIX = "sampling."
 """How the messages spell most fields of the table."""
@@ -87,6 +88,8 @@ def tokenize_asked(request: gateway_pb2.TokenizeRequest) -> Asked:
         continue_final_message=said.get("continue_final_message"),
         tools=values.get("tools"),
         chat_template_kwargs=variables,
+        media_io_kwargs=values.get("media_io_kwargs"),
+        mm_processor_kwargs=values.get("mm_processor_kwargs"),
     )
 
 
@@ -154,7 +157,8 @@ def _constraint(message: common_pb2.Constraint) -> Mapping[str, object]:
 
 def _documents(said: Mapping[str, Any], where: str = "") -> dict[str, Json]:
     """The fields that hold JSON text, read."""
-    spelled = {name: f"{name}_json" for name in ("chat_template_kwargs", "documents", "tools")}
+    names = ("chat_template_kwargs", "documents", "tools", "media_io_kwargs", "mm_processor_kwargs")
+    spelled = {name: f"{name}_json" for name in names}
     return {name: read_json(said[field].encode(), where + field) for name, field in spelled.items() if field in said}
 
 
@@ -173,14 +177,26 @@ def _turn(message: gateway_pb2.ChatMessage, where: str) -> Message:
         message.name if message.HasField("name") else None,
         message.reasoning_content if message.HasField("reasoning_content") else None,
     )
-    return make_message(turn, _texts(message.content, where), where)
+    return make_message(turn, [_part(part, f"{where}.content[{i}]") for i, part in enumerate(message.content)], where)
 
 
-def _texts(parts: Sequence[gateway_pb2.ContentPart], where: str) -> list[str]:
-    texts = []
-    for i, part in enumerate(parts):
-        kind = part.WhichOneof("kind")
-        if kind != "text":
-            raise refuse_part(kind or "nothing", f"{where}.content[{i}]")
-        texts.append(part.text)
-    return texts
+_URLS: Mapping[str, Modality] = {"image_url": "image", "video_url": "video"}
+_HASHES: Mapping[str, Modality] = {"image_hash": "image", "video_hash": "video"}
+
+
+def _part(part: gateway_pb2.ContentPart, where: str) -> str | MediaPart:
+    kind = part.WhichOneof("kind")
+    uuid = check_uuid(part.uuid, where) if part.HasField("uuid") else None
+    if kind == "text":
+        if uuid is not None:
+            raise InvalidArgument(f"{where}.uuid: not for text", field=f"{where}.uuid")
+        return part.text
+    if kind in _URLS:
+        return make_part(_URLS[kind], _said(part)[kind], where, uuid, place=f"{where}.{kind}")
+    if kind in _HASHES:
+        digest: bytes = _said(part)[kind]
+        if len(digest) != 32:
+            place = f"{where}.{kind}"
+            raise InvalidArgument(f"{place}: 32 bytes, as UploadMedia answered them", field=place)
+        return MediaPart(_HASHES[kind], digest, where, uuid)
+    raise refuse_part(kind or "nothing", where)

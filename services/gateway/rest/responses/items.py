@@ -16,17 +16,19 @@ from services.common.errors import InvalidArgument
 from services.common.settings import nearest
 from services.gateway.kinds import wrong
 from services.gateway.limits import DEFAULT_LIMITS, check_text
-from services.gateway.messages import Message, ToolCall, check_arguments, refuse_part
+from services.gateway.messages import Message, ToolCall, check_arguments
+from services.gateway.parts import Content, MediaPart, check_role, gathered, read_input_image, refuse_part
 
 _MARKS: Final = ("type", "id", "status")
 """What items carry that says nothing to a model."""
 _EMPTY: Final = ("phase", "encrypted_content", "namespace", "caller")
 """What can't be honoured unless it is empty."""
 _ROLES: Final = ("user", "assistant", "system", "developer")
-_SAID: Final = ("input_text",)
+_SAID: Final = ("input_text", "input_image")
 _ANSWERED: Final = ("output_text", "refusal")
 _PARTS: Final = {
     "input_text": ("text", ()),
+    "input_image": ("image_url", ()),
     "output_text": ("text", ("annotations", "logprobs")),
     "refusal": ("refusal", ()),
     "reasoning_text": ("text", ()),
@@ -103,11 +105,13 @@ class _History:
         role = item.get("role")
         if role not in _ROLES:
             raise wrong(f"{where}.role", f"one of {', '.join(_ROLES)}", role)
-        text = _text(item.get("content"), f"{where}.content", _ANSWERED if role == "assistant" else _SAID)
         if role != "assistant":
+            text, content = _content(item.get("content"), f"{where}.content", _SAID)
+            check_role(role, content)
             self.close()
-            self.turns.append(Message(role, text))
+            self.turns.append(Message(role, text, content=content))
             return
+        text = _text(item.get("content"), f"{where}.content", _ANSWERED)
         if self._turn is not None and self._turn.texts and not self._turn.calls:
             self.close()  # two messages of its own, as somebody wrote them
         self._open().texts.append(text)
@@ -140,8 +144,8 @@ class _History:
         if call_id not in self._names:
             raise InvalidArgument(f"{where}.call_id: no call before it has this id", field=f"{where}.call_id")
         self.close()
-        text = _text(item.get("output"), f"{where}.output", ("input_text",))
-        self.turns.append(Message("tool", text, tool_call_id=call_id, name=self._names[call_id]))
+        text, content = _content(item.get("output"), f"{where}.output", _SAID)
+        self.turns.append(Message("tool", text, tool_call_id=call_id, name=self._names[call_id], content=content))
 
 
 def _check_keys(item: Entry, where: str, keys: tuple[str, ...], marks: tuple[str, ...] = _MARKS) -> None:
@@ -161,21 +165,27 @@ def _string(item: Entry, key: str, where: str) -> str:
 
 
 def _text(content: object, where: str, types: tuple[str, ...]) -> str:
+    return _content(content, where, types)[0]
+
+
+def _content(content: object, where: str, types: tuple[str, ...]) -> tuple[str, Content]:
     if isinstance(content, str):
         check_text(content, where)
-        return content
+        return content, ()
     if not isinstance(content, list):
         raise wrong(where, "a string or an array of parts", content)
-    return "\n".join(_part(part, f"{where}[{i}]", types) for i, part in enumerate(content))
+    return gathered([_part(part, f"{where}[{i}]", types) for i, part in enumerate(content)])
 
 
-def _part(part: object, where: str, types: tuple[str, ...]) -> str:
+def _part(part: object, where: str, types: tuple[str, ...]) -> str | MediaPart:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise wrong(where, "a part with a type", part)
     if part["type"] not in types:
         if part["type"] in _PARTS:
             raise wrong(f"{where}.type", " or ".join(f'"{kind}"' for kind in types), part["type"])
         raise refuse_part(part["type"], where)
+    if part["type"] == "input_image":
+        return read_input_image(part, where)
     key, marks = _PARTS[part["type"]]
     _check_keys(part, where, (key,), ("type", *marks))
     text = part.get(key)

@@ -61,6 +61,11 @@ class GatewaySettings(Settings):
     media_redirects: int = knob(5, "redirects that are followed, each checked as the first URL", ge=0, le=20)
     media_fetch_s: float = knob(10.0, "time that fetching one of them may take, redirects included", gt=0)
     media_files: str = knob("", "folder whose files may be named by file: URLs; empty reads none")
+    blob_host: str = knob("127.0.0.1", "address at which workers of other hosts fetch media that were prepared here")
+    blob_port: int = knob(0, "port for that; 0 takes any free one", ge=0, le=65535)
+    blob_announce: str = knob(
+        "", "name or address that workers are told; empty is --blob-host, or this host's name where that is 0.0.0.0"
+    )
 
     max_body_bytes: int = knob(8 * 1024 * 1024, "longest request body that is read", ge=1024)
     max_concurrent_requests: int = knob(8192, "gRPC calls at once; more are refused", ge=1)

@@ -109,6 +109,7 @@ class EngineRequest:
         "_turns",
         "_waiter",
         "handle",
+        "media_put_back",
         "seen_prompt",
         "spec",
         "submitted_at",
@@ -124,6 +125,7 @@ class EngineRequest:
         self.token = secrets.token_bytes(16)
         self.submitted_at = now
         self.unfinished = spec.sampling.n
+        self.media_put_back = False  # it was submitted again because the worker did not find its media
         self.seen_prompt = -1  # last prompt position whose log probabilities came
         self._abort = abort
         self._choices = [_Choice() for _ in range(spec.sampling.n)]

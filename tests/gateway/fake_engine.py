@@ -106,6 +106,7 @@ class FakeEngine:
     files: dict[str, bytes] = field(default_factory=text_files)
     submits: list[engine_pb2.Submit] = field(default_factory=list)
     aborts: list[engine_pb2.AbortRows] = field(default_factory=list)
+    blob_addresses: list[str] = field(default_factory=list)
     file_requests: list[list[str]] = field(default_factory=list)
     live: dict[int, Running] = field(default_factory=dict)
     port: int = 0
@@ -303,6 +304,7 @@ class Servicer(engine_pb2_grpc.EngineServiceServicer):
         outbox: asyncio.Queue[engine_pb2.AttachResponse | None] = asyncio.Queue()
         first = await anext(aiter(requests))
         assert first.HasField("hello")
+        self.fake.blob_addresses.append(first.hello.blob_address)
         self.fake._outboxes.append(outbox)
         reader = asyncio.create_task(self._read(requests))
         try:

@@ -106,11 +106,40 @@ class BlobStore:
         return self.folder / name.hex()
 
     def open(self, name: bytes) -> BinaryIO | None:
-        """The blob to read from; None where there is none."""
+        """The blob to read from with `os.pread`; None where there is none. One that is pinned outlives its name."""
+        held = self._held.get(name)
+        if held is not None:
+            return os.fdopen(os.dup(held.descriptor), "rb", 0)
         try:
-            return self.path(name).open("rb")
+            return self.path(name).open("rb", 0)
         except FileNotFoundError:
             return None
+
+    def put_back(self, name: bytes) -> None:
+        """Gives a blob that the caller has pinned its name again, whatever lies there now. Copies: not for the event
+        loop, and one at a time. Raises FailedPrecondition where what is pinned has been cut.
+        """
+        held = self._held[name]
+        if self._is_there(name, held.descriptor):
+            return
+        size = os.fstat(held.descriptor).st_size
+        with writing(self.folder, name, replace=True) as copy:
+            done = 0
+            while done < size:
+                sent = os.sendfile(copy.fileno(), held.descriptor, done, size - done)
+                if not sent:
+                    raise FailedPrecondition(f"the blob {name.hex()} was cut")
+                done += sent
+        copied = self._lock(name)
+        if copied is not None:  # from now on the pins are those of the copy
+            os.dup2(copied, held.descriptor, inheritable=False)
+            os.close(copied)
+
+    def _is_there(self, name: bytes, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(self.path(name).lstat(), os.fstat(descriptor))
+        except FileNotFoundError:
+            return False
 
     def make_room(self) -> None:
         """Evicts until the folder is within its limit. Raises ResourceExhausted if pins alone exceed it."""
@@ -153,15 +182,21 @@ class BlobStore:
 
 
 @contextmanager
-def writing(folder: Path, name: bytes) -> Iterator[BinaryIO]:
-    """A file that becomes the blob of that hash when the block ends without an error, or vanishes."""
+def writing(folder: Path, name: bytes, replace: bool = False) -> Iterator[BinaryIO]:
+    """A file that becomes the blob of that hash when the block ends without an error, or vanishes.
+
+    With `replace` it does so even where there is one; pins of that one hold it, and no longer its name.
+    """
     temporary = folder / f".{name.hex()}.{os.getpid()}.tmp"
     with temporary.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
             yield file
             file.flush()
-            with suppress(FileExistsError):
-                os.link(temporary, folder / name.hex())
+            if replace:
+                temporary.rename(folder / name.hex())
+            else:
+                with suppress(FileExistsError):
+                    os.link(temporary, folder / name.hex())
         finally:
             temporary.unlink(missing_ok=True)

@@ -5,6 +5,7 @@
 reading    requests as plain values
 receiving  a file in pieces
 writing    deltas as messages
+blobs      media for workers elsewhere, on a port of its own
 """
 
 from __future__ import annotations

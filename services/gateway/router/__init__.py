@@ -13,8 +13,7 @@ import hashlib
 import itertools
 import secrets
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import islice
 
 import grpc.aio
@@ -28,6 +27,7 @@ from services.common.server import error_of
 from services.gateway import wire
 from services.gateway.inflight import EngineRequest, TokenGap, Turns
 from services.gateway.request import FinishReason, GenerateSpec
+from services.gateway.router.outbox import Outbox, Stream
 from services.gateway.wire import EngineInfo, Load, WireError
 
 _log = Log("router")
@@ -37,33 +37,12 @@ _SLICE = 128
 _SILENCE_S = 10.0
 """An engine that sends no frame, not even a heartbeat, for this long is taken for lost."""
 
+MEDIA_MISSING = "MEDIA_MISSING"
+"""The reason of a request that failed because the worker did not find its media."""
+
 OnEngine = Callable[[EngineInfo], Awaitable[None]]
-Stream = grpc.aio.StreamStreamCall[engine_pb2.AttachRequest, engine_pb2.AttachResponse]
-
-
-class _Outbox:
-    """Frames on their way to the engine, in order. `put` never waits."""
-
-    __slots__ = ("_filled", "_frames")
-
-    def __init__(self) -> None:
-        self._frames: deque[engine_pb2.AttachRequest] = deque()
-        self._filled = asyncio.Event()
-
-    def put(self, frame: engine_pb2.AttachRequest) -> None:
-        self._frames.append(frame)
-        self._filled.set()
-
-    async def pump(self, call: Stream) -> None:
-        """Writes until the stream breaks; its reader learns why."""
-        try:
-            while True:
-                while self._frames:
-                    await call.write(self._frames.popleft())
-                self._filled.clear()
-                await self._filled.wait()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return
+PutBack = Callable[[Sequence[bytes]], Awaitable[None]]
+"""Puts blobs back where a worker finds them, by hash; raises TriptychError where one of them can't be."""
 
 
 class Router:
@@ -78,24 +57,28 @@ class Router:
         on_engine: OnEngine,
         replay_budget_s: float = 30.0,
         stall_ms: int = 10_000,
+        put_back: PutBack | None = None,
     ) -> None:
         self._address = address
         self._peer = wire.peer(name, secrets.randbits(63) | 1, version)
         self._on_engine = on_engine
         self._budget_s = replay_budget_s
         self._stall_ms = stall_ms
+        self._put_back = put_back
         self._channel = connect(address)
         self._stub = engine_pb2_grpc.EngineServiceStub(self._channel)
         self._files: dict[bytes, bytes] = {}
         self._handles = itertools.count(1)
         self._live: dict[int, EngineRequest] = {}
         self._turns = Turns()
-        self._outbox: _Outbox | None = None
+        self._putting_back: dict[int, asyncio.Task[None]] = {}  # media of live requests, by handle
+        self._outbox: Outbox | None = None
         self._info: EngineInfo | None = None
         self._waits_until = 0.0  # while the engine is away: end of the patience with it
         self._expiry: asyncio.TimerHandle | None = None
         self._draining = False
         self._serving = True  # as the engine's health says
+        self.blob_address: str | None = None  # where workers fetch media; told to each engine
         self.load = Load()
         self.missing: str | None = f"engine at {address}: not connected yet"
         self.replays = 0
@@ -207,8 +190,9 @@ class Router:
         info = wire.engine_info(hello, await self._text_files(hello))
         await self._on_engine(info)
         call: Stream = self._stub.Attach()
-        outbox = _Outbox()
-        outbox.put(engine_pb2.AttachRequest(hello=engine_pb2.AttachHello(gateway=self._peer)))
+        outbox = Outbox()
+        hello_frame = engine_pb2.AttachHello(gateway=self._peer, blob_address=self.blob_address)
+        outbox.put(engine_pb2.AttachRequest(hello=hello_frame))
         pump = asyncio.create_task(outbox.pump(call))
         health = asyncio.create_task(self._watch_health())
         try:
@@ -267,7 +251,7 @@ class Router:
         self._files = {digest: self._files[digest] for digest in named.values()}
         return {name: self._files[digest] for name, digest in named.items()}
 
-    def _attach(self, outbox: _Outbox, info: EngineInfo, welcome: engine_pb2.AttachWelcome) -> None:
+    def _attach(self, outbox: Outbox, info: EngineInfo, welcome: engine_pb2.AttachWelcome) -> None:
         """The stream stands: everything that the engine does not run (any more) is submitted again."""
         before, self._info = self._info, info
         self._outbox, self._draining, self.missing = outbox, False, None
@@ -279,7 +263,8 @@ class Router:
             self._fail_all("the engine came back with another model")
         for handle in kept - self._live.keys():  # ended here while the stream was down
             outbox.put(wire.abort(handle, FinishReason.ABORT))
-        waiting = [request for handle, request in self._live.items() if handle not in kept]
+        there = kept | self._putting_back.keys()
+        waiting = [request for handle, request in self._live.items() if handle not in there]
         for request in waiting:
             self._send(request)
         _log.info(
@@ -319,9 +304,28 @@ class Router:
         if request is None:
             return
         siblings = choice is not None and request.unfinished > 1
-        request.fail(error)
+        again = error.reason == MEDIA_MISSING and not request.media_put_back and self._put_back is not None
+        if not again:
+            request.fail(error)
         if siblings:
             self._abort(request, FinishReason.ERROR, None, None)
+        if again and self._put_back is not None:
+            request.media_put_back = True
+            self._rename(request)
+            self._putting_back[request.handle] = asyncio.create_task(self._try_again(request, self._put_back))
+
+    async def _try_again(self, request: EngineRequest, put_back: PutBack) -> None:
+        """Submits a request again whose media the worker did not find, once they are back; the client sees a pause."""
+        _log.warning("media missing, submitting again", request_id=request.spec.request_id)
+        try:
+            await put_back([item.hash for item in request.spec.media])
+        except TriptychError as error:
+            self._live.pop(request.handle, None)
+            request.fail(error)
+        finally:
+            del self._putting_back[request.handle]
+        if request.handle in self._live and self._outbox is not None:
+            self._send(request)
 
     async def _take_outputs(self, outputs: engine_pb2.StepOutputs) -> None:
         live = self._live
@@ -361,13 +365,19 @@ class Router:
         del self._live[request.handle]
         assert self._outbox is not None
         self._outbox.put(wire.abort(request.handle, FinishReason.ABORT))
+        self._rename(request)
+        self._send(request)
+
+    def _rename(self, request: EngineRequest) -> None:
+        """A handle that the engine does not know: what still comes for the old one is dropped."""
         request.handle = self._next_handle()
         self._live[request.handle] = request
-        self._send(request)
 
     async def close(self) -> None:
         """Fails what is live and closes the channel."""
         if self._expiry is not None:
             self._expiry.cancel()
+        for task in self._putting_back.values():
+            task.cancel()
         self._fail_all("this gateway is shutting down")
         await self._channel.close()

@@ -24,6 +24,7 @@ from services.gateway.rest import asgi, facade
 from services.gateway.rest.http import HttpServer, bind
 from services.gateway.rest.renderer import Renderer
 from services.gateway.router import Router
+from services.gateway.service.blobs import BlobDoor
 from services.gateway.trace import release
 
 _log = Log("gateway")
@@ -37,6 +38,7 @@ class Gateway:
         texts = TextSettings(settings.tool_parser, settings.reasoning_parser, settings.allow_chat_template)
         self.metrics = GatewayMetrics()
         self.media = Media(settings, self.metrics.media)
+        self.blobs = BlobDoor(lambda: self.media.store, settings.blob_host, settings.blob_port, settings.blob_announce)
         self.models = Models(settings.tokenizer_threads, texts, self.media.door)
         self.metrics.introduce(settings.name, version)
         self.router = Router(
@@ -46,6 +48,7 @@ class Gateway:
             on_engine=self.models.update,
             replay_budget_s=settings.replay_budget_s,
             stall_ms=round(settings.ready_silence_s * 1000),
+            put_back=self.blobs.put_back,
         )
         self.front = Front(self.models, self.router, self.metrics, settings.max_concurrent_requests)
         renderer = Renderer(self.front)
@@ -74,6 +77,8 @@ class Gateway:
         if self.private is not None:
             await self.private.start()
             _log.info("listening privately", port=self.private.port)
+        await self.blobs.start()
+        self.router.blob_address = self.blobs.address
         self._tasks = [asyncio.create_task(self.router.run()), asyncio.create_task(self._watch_readiness())]
         _log.info("listening", http_port=self.http.port, grpc_port=self.grpc_port, engine=self.settings.engine)
 
@@ -98,6 +103,7 @@ class Gateway:
         self.metrics.live.set(self.router.live)
         self.metrics.replays.set(self.router.replays)
         self.metrics.aborts.set(self.router.aborts)
+        self.metrics.media.made.set(self.media.made)
         return self.metrics.render()
 
     async def drain(self) -> None:
@@ -115,6 +121,7 @@ class Gateway:
         await self.router.close()
         await self.http.stop()
         await self.server.stop(0.2)
+        await self.blobs.stop()
         if self.private is not None:
             await self.private.stop()
         self.models.close()

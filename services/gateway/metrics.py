@@ -93,6 +93,9 @@ class MediaMetrics:
             buckets=LATENCY_BUCKETS,
             registry=registry,
         )
+        self.made = Gauge(
+            "triptych:media_made", "Images and videos that were decoded, not found made already.", registry=registry
+        )
         self._failures = Counter(
             "triptych:media_failures", "Parts that were refused, by reason.", ("modality", "reason"), registry=registry
         )

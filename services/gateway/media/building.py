@@ -12,6 +12,7 @@ from services.gateway.media.door import MediaDoor
 from services.gateway.media.items import MediaSettings
 from services.gateway.media.prepare import MediaSide
 from services.gateway.media.sources import Fetches, Sources
+from services.gateway.media.store import BlobStore
 from services.gateway.media.uploads import Uploads
 from services.gateway.metrics import MediaMetrics
 
@@ -39,6 +40,16 @@ class Media:
             sources = Sources(settings.media_max_bytes, self.uploads, _fetcher(settings), settings.media_files)
             self._door = MediaDoor(self._side, sources, self._metrics, settings.media_max_items)
         return self._door
+
+    @property
+    def store(self) -> BlobStore | None:
+        """The blobs, once there is a model that takes media."""
+        return None if self._side is None else self._side.store
+
+    @property
+    def made(self) -> int:
+        """Items that were decoded, and not found made already."""
+        return 0 if self._side is None else self._side.made
 
     async def close(self) -> None:
         """Ends the processes, if there are any."""

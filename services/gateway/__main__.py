@@ -104,6 +104,7 @@ class Gateway:
         self.metrics.replays.set(self.router.replays)
         self.metrics.aborts.set(self.router.aborts)
         self.metrics.media.made.set(self.media.made)
+        self.metrics.media.found.set(self.media.found)
         return self.metrics.render()
 
     async def drain(self) -> None:

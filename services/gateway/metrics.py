@@ -100,6 +100,10 @@ class MediaMetrics:
             "triptych:media_failures", "Parts that were refused, by reason.", ("modality", "reason"), registry=registry
         )
 
+        self.found = Gauge(
+            "triptych:media_cache_hits", "Images and videos that were prepared before.", registry=registry
+        )
+
     def prepared(self, modality: str, seconds: float) -> None:
         """An item is there."""
         self._items.labels(modality).inc()

@@ -51,6 +51,11 @@ class Media:
         """Items that were decoded, and not found made already."""
         return 0 if self._side is None else self._side.made
 
+    @property
+    def found(self) -> int:
+        """Items that were there already, so far."""
+        return 0 if self._side is None else self._side.found
+
     async def close(self) -> None:
         """Ends the processes, if there are any."""
         if self._side is not None:

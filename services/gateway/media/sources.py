@@ -152,11 +152,8 @@ class Sources:
 
 def _unbase64(text: str, start: int) -> bytes:
     """Strictly, in pieces: decoding holds the interpreter's lock. Raises ValueError."""
-    pieces = []
-    for at in range(start, len(text), _PIECE):
-        last = at + _PIECE >= len(text)
-        piece = text[at : at + _PIECE]
-        if not last and "=" in piece:
-            raise ValueError("padding in the middle")
-        pieces.append(binascii.a2b_base64(piece.encode("ascii"), strict_mode=True))
-    return b"".join(pieces)
+    padded = text.find("=", start)  # the decoder itself takes some padding that is too much
+    if (len(text) - start) % 4 or (padded >= 0 and text[padded:] not in ("=", "==")):
+        raise ValueError("wrong padding")
+    pieces = (text[at : at + _PIECE].encode("ascii") for at in range(start, len(text), _PIECE))
+    return b"".join([binascii.a2b_base64(piece, strict_mode=True) for piece in pieces])

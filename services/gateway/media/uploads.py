@@ -21,6 +21,10 @@ from typing import Self
 from services.common.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted
 
 CHUNK_BYTES = 1 << 20
+_NAMES = 16_384
+"""Names that are kept, the newest ones."""
+_BETWEEN = 256
+"""New names from one look at how many there are to the next."""
 
 
 class Uploads:
@@ -30,6 +34,7 @@ class Uploads:
         self._folder = folder
         self._limit_bytes = limit_bytes
         self._max_bytes = max_bytes
+        self._named = 0
 
     def begin(self) -> Upload:
         """A file that comes in pieces."""
@@ -64,6 +69,9 @@ class Uploads:
         spare = self._folder / f".{secrets.token_hex(16)}"
         spare.symlink_to(digest.hex())
         spare.replace(self._name(salt, modality, uuid))
+        self._named += 1
+        if self._named % _BETWEEN == 0:
+            self._make_room()
         return digest
 
     def keep(self, temporary: Path, digest: bytes) -> None:
@@ -94,24 +102,25 @@ class Uploads:
 
     def _make_room(self) -> None:
         files: list[tuple[int, int, str]] = []
-        links: list[str] = []
+        links: list[tuple[int, str]] = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
+                    found = entry.stat(follow_symlinks=False)
                     if entry.is_symlink():
-                        links.append(entry.path)
+                        links.append((found.st_mtime_ns, entry.path))
                     else:
-                        found = entry.stat(follow_symlinks=False)
                         files.append((found.st_mtime_ns, found.st_size, entry.path))
         held = sum(size for _, size, _ in files)
         for _, size, path in sorted(files)[:-1]:
             if held <= self._limit_bytes:
-                return
+                break
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             held -= size
-        for path in links:
-            if not os.path.exists(path):
+        links.sort(reverse=True)
+        for number, (_, path) in enumerate(links):
+            if number >= _NAMES or not os.path.exists(path):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
 

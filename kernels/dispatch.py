@@ -25,6 +25,7 @@ from kernels.largest import reference as largest_reference
 from kernels.linear import packed, tiled
 from kernels.linear import reference as linear_reference
 from kernels.linear.blocks import Blocks
+from kernels.media import reference as media_reference
 from kernels.native.build import Unavailable
 from kernels.native.ops import NativeOptions, native_ops
 from kernels.ops import Attention, Linear, Ops, Step, StepTensors
@@ -86,7 +87,10 @@ def _torch_ops(*, fast: bool, deterministic: bool, note: str) -> Ops[Tensor]:
         split_heads=_split_heads,
         qk_norm=_qk_norm,
         rope_cos_sin=rope_reference.rope_cos_sin,
+        rope_axes_cos_sin=media_reference.rope_axes_cos_sin,
         rope=rope_reference.rope,
+        replace_rows=media_reference.replace_rows,
+        add_rows=media_reference.add_rows,
         silu_mul=silu_mul_reference.silu_mul,
         largest=largest_reference.pairs,
         selection=None,
@@ -147,7 +151,9 @@ class _Eager:
                 prepared[how.window] = self._prepare_attention(given.rows, how.window)
             return prepared[how.window](q_THA, keys, values, how.scale).flatten(1)
 
-        return self._mathematics(Step(given.ids_T, given.positions_T, attend))
+        media = given.media
+        positions_3T = given.positions_T.expand(3, -1) if media is None else media.positions_3T
+        return self._mathematics(Step(given.ids_T, given.positions_T, positions_3T, media, attend))
 
 
 def _compile_rows(mathematics: Callable[[Tensor], Tensor], width: int) -> Callable[[Tensor], Tensor]:

@@ -4,6 +4,7 @@ V stands for an array: a tensor, or the symbol of one while a program is recorde
 nothing but these, so that one statement of its mathematics serves both.
 
 T tokens   D hidden size   N heads   A head size   E = A / 2   F feed-forward size   O outputs   I inputs
+M tokens that read media   P parts of what one of them reads
 """
 
 from __future__ import annotations
@@ -25,6 +26,15 @@ Linear = Callable[[V], V]
 
 
 @dataclass(slots=True, frozen=True)
+class MediaTensors:
+    """What the tokens of a step read of media."""
+
+    positions_3T: Tensor  # int64, of all tokens: time, height, width; a text token has the same on all
+    places_M: Tensor  # int64, rising: the tokens that read a row
+    rows_MPD: Tensor  # what they read
+
+
+@dataclass(slots=True, frozen=True)
 class StepTensors:
     """What one forward pass reads besides the weights, as tensors on the device."""
 
@@ -33,6 +43,7 @@ class StepTensors:
     slots_T: Tensor  # int64; -1 where keys and values are not written
     rows: Rows
     cache: Tensor  # [layers, 2, blocks, *kv_block]: keys and values of every layer
+    media: MediaTensors | None = None  # None where no token reads any
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,6 +61,8 @@ class Step(Generic[V]):
 
     ids_T: V
     positions_T: V
+    positions_3T: V
+    media: Any
     attend: Callable[[Attention, V, V, V], V]
     """(how, q_TNA, k_TKA, v_TKA) -> x_TD, D = N * A: writes the new keys and values, then attends."""
 
@@ -118,7 +131,10 @@ class Ops(Generic[V]):
     split_heads: Callable[[V, Sequence[int], int], tuple[V, ...]]  # x_TX or x_TNA, counts of heads, A -> x_TNA each
     qk_norm: Callable[[V, Tensor, Tensor, int, float], V]  # qk_TNA, q_norm_A, k_norm_A, query heads, eps
     rope_cos_sin: Callable[[V, Tensor, float, torch.dtype], tuple[V, V]]  # positions_T, inv_freq_E, scale
+    rope_axes_cos_sin: Callable[[V, Tensor, float, torch.dtype], tuple[V, V]]  # positions_3T, inv_freq_3E, scale
     rope: Callable[[V, V, V], V]  # x_TNA, cos_TE, sin_TE
+    replace_rows: Callable[[V, Any, int], V]  # x_TD, media of the step, part
+    add_rows: Callable[[V, Any, int], V]  # the same
     silu_mul: Callable[[V], V]  # gate_up_T2F
     largest: Callable[[V], V]  # x_TV -> [T, 2]: where each row's largest is, as the bits of an int32, and its value
     # of tensors alone: what is chosen from logits; None leaves it to torch

@@ -106,6 +106,10 @@ class StepOfC(ctypes.Structure):
         ("head_size", c_int32),
         ("input", c_void_p),
         ("output", c_void_p),
+        ("axes", c_void_p),
+        ("media_of", c_void_p),
+        ("media", c_void_p),
+        ("media_row", c_int64),
     )
 
 

@@ -54,7 +54,10 @@ def native_ops(options: NativeOptions, kv_dtype: torch.dtype, head_dim: int) -> 
         split_heads=split_heads,
         qk_norm=qk_norm,
         rope_cos_sin=rope_cos_sin,
+        rope_axes_cos_sin=rope_axes_cos_sin,
         rope=rope,
+        replace_rows=replace_rows,
+        add_rows=add_rows,
         silu_mul=silu_mul,
         largest=largest,
         selection=Selection(library, pool),
@@ -135,6 +138,32 @@ def rope_cos_sin(
     return cos, sin
 
 
+def rope_axes_cos_sin(
+    positions: Symbol, inv_freq_3E: torch.Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Symbol, Symbol]:
+    """The same of positions on three axes; a text token has one on all of them."""
+    del dtype
+    half = inv_freq_3E.shape[1]
+    angles = positions.recorder.new(2 * half)
+    positions.recorder.add(Line(Op.ROPE_AXES, y=angles, number=scale, weight=_floats(inv_freq_3E)))
+    cos, sin = split_heads(angles, (1, 1), half)
+    return cos, sin
+
+
+def replace_rows(x: Symbol, media: Symbol, part: int) -> Symbol:
+    """Rows of media in the places of tokens that read them; does nothing in a step without any."""
+    del media  # the step brings it
+    x.recorder.add(Line(Op.REPLACE_ROWS, x=x, y=x, layer=part))
+    return x.recorder.changed(x)
+
+
+def add_rows(x: Symbol, media: Symbol, part: int) -> Symbol:
+    """Rows of media added to tokens that read them; does nothing in a step without any."""
+    del media
+    x.recorder.add(Line(Op.ADD_ROWS, x=x, y=x, layer=part))
+    return x.recorder.changed(x)
+
+
 def rope(x: Symbol, cos: Symbol, sin: Symbol) -> Symbol:
     """Every head turned in its place; cos and sin lie one behind the other."""
     angles = Symbol(cos.value, cos.at, cos.width + sin.width, made=cos.made)
@@ -188,7 +217,7 @@ class _Engine:
     def compile(self, mathematics: Callable[[Step[Symbol]], Symbol]) -> Program:
         recorder = Recorder()
         start = recorder.start()
-        y = mathematics(Step(start, start, attend))
+        y = mathematics(Step(start, start, start, start, attend))
         recorder.finish(y)
         return Program(self, recorder, y.width)
 
@@ -261,6 +290,16 @@ class Program(_Run):
             self._kv_heads,
             cache.shape[-1] - kv_width(cache.dtype, 0),
         )
+        media = given.media
+        if media is None:
+            return self.run(step)
+        if media.rows_MPD.dtype is not torch.float32:
+            raise ValueError(f"rows of media are float32 here, not {media.rows_MPD.dtype}")
+        positions_3T, rows_MPD = media.positions_3T.contiguous(), media.rows_MPD.contiguous()
+        row_of_T = torch.full((step.tokens,), -1, dtype=torch.int32)
+        row_of_T[media.places_M] = torch.arange(len(rows_MPD), dtype=torch.int32)
+        step.axes, step.media_of, step.media = positions_3T.data_ptr(), row_of_T.data_ptr(), rows_MPD.data_ptr()
+        step.media_row = rows_MPD.stride(0)
         return self.run(step)
 
 

@@ -40,6 +40,9 @@ class Op(IntEnum):
     SILU_MUL = 9
     TAKE = 10
     LARGEST = 11
+    ROPE_AXES = 12
+    REPLACE_ROWS = 13
+    ADD_ROWS = 14
 
 
 _BY_TOKEN = frozenset(Op) - {Op.LINEAR, Op.ATTENTION}
@@ -254,6 +257,8 @@ def _notes(line: Line) -> dict[str, Any]:
         notes["weight"] = f"{line.weight.kind.name}{list(line.weight.shape)}"
     if line.op in (Op.KV_WRITE, Op.ATTENTION):
         notes["layer"] = line.layer
+    if line.op in (Op.REPLACE_ROWS, Op.ADD_ROWS):
+        notes["part"] = line.layer
     if line.heads > 1:
         notes["heads"] = line.heads
     if line.window:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.attention.rows import Rows
+from kernels.ops import MediaTensors
 
 
 @dataclass(slots=True, frozen=True)
@@ -17,12 +18,13 @@ class Batch:
     """What the model reads. Row r owns tokens row_starts[r] to row_starts[r + 1] of the flat axis."""
 
     input_ids_T: torch.Tensor  # int64
-    positions_T: torch.Tensor  # int64
+    positions_T: torch.Tensor  # int64, as the rotary embedding counts: behind media they are not those in the prompt
     slots_T: torch.Tensor  # int64, block * block_size + offset; -1 where KV is not written
     row_starts: tuple[int, ...]  # R + 1 offsets into T
     context_lens: tuple[int, ...]  # per row: tokens in KV once this step is written
     block_table_RB: torch.Tensor  # int32
     logits_at_S: torch.Tensor | None  # int64, flat positions whose hidden states are turned into logits; None: all
+    media: MediaTensors | None = None  # what its tokens read of media; None: none does
 
     def rows(self, block_size: int) -> Rows:
         """What attention reads of it."""

@@ -1,12 +1,13 @@
-"""The weights of a decoder, ready to be used. Knows no names of checkpoints.
+"""The weights of a decoder and of an encoder of media, ready to be used. Knows no names of checkpoints.
 
 D hidden size   H query heads   K key/value heads   A head size   F feed-forward size   V vocabulary
+C size of the encoder's hidden states   U patches of an embedding   S learned positions of a side   B values of a patch
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +38,53 @@ class Weights:
     head: Linear[Any]  # D -> V
     memory: dict[str, int]  # bytes by the type that weights are kept in: int4, int8, float16, bfloat16, float32
     dtype: torch.dtype  # that a step computes in
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        """All of them."""
+        return sum(self.memory.values())
+
+
+class Affine(NamedTuple):
+    """A weight and what is added: of a product [outputs, inputs], or of a norm."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class VisionBlock:
+    """One block of the encoder."""
+
+    attention_norm: Affine
+    qkv: Affine  # C -> 3 * C
+    output: Affine  # C -> C
+    mlp_norm: Affine
+    up: Affine
+    down: Affine
+
+
+@dataclass(slots=True, frozen=True)
+class Merger:
+    """U patches into one vector of the decoder."""
+
+    norm: Affine  # of C each; of U * C where they are joined first
+    up: Affine  # U * C -> U * C
+    down: Affine  # U * C -> D
+
+
+@dataclass(slots=True, frozen=True)
+class VisionWeights:
+    """All weights of an encoder."""
+
+    patch: Affine  # B -> C
+    positions_SSC: torch.Tensor
+    blocks: tuple[VisionBlock, ...]
+    merger: Merger
+    deepstack: tuple[Merger, ...]
+    memory: dict[str, int]  # bytes by the type that weights are kept in
+    dtype: torch.dtype
     device: torch.device
 
     @property

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +14,20 @@ import torch
 
 from kernels.dispatch import choose_ops
 from kernels.native.ops import NativeOptions
+from kernels.ops import Ops
 from services.common.errors import InvalidArgument, NotFound
 from services.worker.gguf_file import GgufFile
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Decoder
 from services.worker.models.registry import read_config
+from services.worker.models.vision import VisionEncoder
 from services.worker.step import KvGroup, LoadedModel
 from services.worker.text_files import config_json, files_of_folder, files_of_gguf
+from services.worker.vision_weights import load_vision, text_of
 from services.worker.weights import Precision, SafetensorsFolder, TensorSource, load_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CAPABILITIES = ("generate", "prompt_logprobs", "embed")
 BITS = {"none": None, "int8": 8}
 
 
@@ -56,7 +63,7 @@ def load_model(
         names = ", ".join(KV_DTYPES)
         raise InvalidArgument(f"kv_cache_dtype must be one of {names}, not {kv_cache_dtype!r}", field="kv_cache_dtype")
     raw, source, text_files = _open(Path(path))
-    config = read_config(raw)
+    config = _with_largest_frame(read_config(raw), text_files)
     chosen = choose_ops(
         ops if device == "cpu" or ops != "auto" else "torch",
         deterministic=deterministic,
@@ -70,21 +77,54 @@ def load_model(
             field="kv_cache_dtype",
         )
     precision = _precision(dtype, quantize, config, device, native=chosen.name == "native")
-    with _one_thread() as threads:
-        weights = load_weights(config, source, chosen, precision, torch.device(device), threads=threads)
-    model = Decoder(config, weights, chosen)
+    model, text_memory, vision_memory = _load(config, source, chosen, precision, torch.device(device))
     return model, LoadedModel(
         architecture=config.architecture,
         vocab_size=config.vocab_size,
         max_model_len=config.max_model_len,
-        dtype=max(weights.memory, key=lambda kind: weights.memory[kind]),
+        dtype=max(text_memory, key=lambda kind: text_memory[kind]),
         weight_bytes=model.weight_bytes,
-        weight_memory=weights.memory,
+        weight_memory=dict(Counter(text_memory) + Counter(vision_memory)),
         kv_groups=(_kv_group(model),),
         text_files=text_files,
-        capabilities=("generate", "prompt_logprobs", "embed"),
+        capabilities=(*_CAPABILITIES, *(("image", "video") if model.encoder is not None else ())),
         pools=True,
+        media=model.encoder is not None,
     )
+
+
+def _load(
+    config: ModelConfig,
+    source: TensorSource,
+    ops: Ops[Any],
+    precision: Precision,
+    device: torch.device,
+) -> tuple[Decoder, dict[str, int], dict[str, int]]:
+    """The weights in their places, and their bytes by type: of the decoder, and of what encodes media."""
+    encoder: VisionEncoder | None = None
+    memory: dict[str, int] = {}
+    with _one_thread() as threads:
+        if config.vision is not None:
+            vision = load_vision(config.vision, source, ops, precision, device)
+            encoder, memory = VisionEncoder(config.vision, vision), vision.memory
+            source = text_of(source)
+        weights = load_weights(config, source, ops, precision, device, threads=threads)
+    return Decoder(config, weights, ops, encoder), weights.memory, memory
+
+
+def _with_largest_frame(config: ModelConfig, text_files: Mapping[str, bytes]) -> ModelConfig:
+    """The config with what the model's processor makes of a frame at most, where its files say so."""
+    if config.vision is None:
+        return config
+    edges: list[int] = []
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        try:
+            size = json.loads(text_files.get(name, b"{}")).get("size", {})
+            edges += [int(size["longest_edge"])] if "longest_edge" in size else []
+        except (ValueError, TypeError, AttributeError):  # who reads the file for what it says will complain
+            continue
+    largest = max(edges) // config.vision.patch**2 if edges else None
+    return replace(config, vision=replace(config.vision, largest_frame=largest))
 
 
 def _open(place: Path) -> tuple[dict[str, Any], TensorSource, dict[str, bytes]]:

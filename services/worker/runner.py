@@ -23,6 +23,7 @@ from services.worker.config import WorkerSettings
 from services.worker.loading import BITS, load_model
 from services.worker.memory import available_bytes, give_back, human, peak_bytes, plan_memory, resident_bytes
 from services.worker.models.decoder import Decoder
+from services.worker.multimodal import Multimodal
 from services.worker.pooling import Pooler
 from services.worker.sampling.feature import Position
 from services.worker.sampling.sampler import Sampled, Sampler
@@ -59,6 +60,7 @@ class TorchRunner:
     """Runs steps of a torch model. All calls come from one thread."""
 
     def __init__(self, settings: WorkerSettings, blobs: BlobSource | None = None) -> None:
+        """`blobs`: where media to encode come from; without it there are none."""
         self.device: str = settings.device
         self._settings = settings
         self._blobs = blobs
@@ -68,6 +70,7 @@ class TorchRunner:
         self._states: States | None = None
         self._sampler: Sampler | None = None
         self._pooler = Pooler()
+        self._media = Multimodal(None, blobs)
 
     def load(self, model_path: str, dtype: str | None, quantization: str | None = None) -> LoadedModel:
         """Reads the weights, as the settings say where nothing is asked for.
@@ -105,6 +108,7 @@ class TorchRunner:
             torch.set_num_threads(1)  # two pools of threads that wait for each other's cores ruin each other
         _log.info("kernels", ops=ops.name, isa=ops.level or None, threads=threads)
         _log.debug("program", listing=self._model.listing)
+        self._media = Multimodal(self._model.encoder, self._blobs, threads=threads, alone=settings.deterministic)
         return self._loaded
 
     def _be_nice(self, nice: int) -> None:
@@ -122,6 +126,7 @@ class TorchRunner:
         give_back()  # what loading took for a moment
         process_bytes = max(0, resident_bytes() - loaded.weight_bytes)
         step_bytes = peak_bytes(lambda: trial_step(model.one_layer(), shape, self._settings.logits_rows))
+        step_bytes += self._media.plan_bytes(shape)
         free = available_bytes()
         wanted = kv_cache_bytes or self._settings.kv_cache_bytes
         if wanted is None:
@@ -150,6 +155,7 @@ class TorchRunner:
         self._states = States(shape)
         self._sampler = Sampler(loaded.vocab_size, model.device, model.ops.selection)
         self._pooler = Pooler()
+        self._media.clear()
 
     def reset(self) -> None:
         """Empties all rows."""
@@ -157,15 +163,18 @@ class TorchRunner:
             for row in self._states.clear():
                 self._sampler.free(row)
                 self._pooler.free(row)
+        self._media.clear()
 
     def sleep(self, level: int) -> int:
         """Lets the tensors go and gives their memory back to the system."""
         freed = self._cache.nbytes if self._cache is not None else 0
         self._cache = self._states = self._sampler = None
         self._pooler = Pooler()
+        self._media.clear()
         if level == NO_WEIGHTS and self._model is not None:
             freed += self._model.weight_bytes
             self._model = self._loaded = None
+            self._media = Multimodal(None, self._blobs)
         give_back()
         return freed
 
@@ -184,19 +193,26 @@ class TorchRunner:
             states.free(row)
             sampler.free(row)
             self._pooler.free(row)
+            self._media.free(row)
         for new in step.new_rows:
             states.add(new)
             sampler.add(new)
             self._pooler.add(new)
+            self._media.add(new)
         states.grow(step)
         states.lay_drafts(step)
+        missing = self._media.encode(step)
         spans, bad = states.spans(step)
+        spans, faults, lacked = self._media.readable(spans)
+        missing = tuple(dict.fromkeys(missing + lacked))
         results = {row: RowResult(row, _epoch(states.request(row)), ROW_FAILED) for row in bad}
+        for row, fault in faults.items():
+            results[row] = RowResult(row, _epoch(states.request(row)), ROW_FAILED, fault=fault)
         if not spans:
-            return StepOutput(step.step_id, tuple(results.values()))
+            return StepOutput(step.step_id, tuple(results.values()), missing_media=missing)
         wishes = functools.reduce(operator.or_, step.flags.tolist())  # what some row asks for
         asked = [span for span in spans if span.flags & SAMPLES]
-        batch = states.batch(spans, _sampling_places(spans))
+        batch = self._media.merge(spans, states.batch(spans, _sampling_places(spans)))
         prompts: list[PromptLogprobs] = []
         pooled: list[Pooled] = []
         if self._only_likeliest(batch, wishes, asked):
@@ -215,7 +231,8 @@ class TorchRunner:
                 if span.row not in results:
                     results[span.row] = _take(states, span, tokens)
         ordered = [results[row] for row in step.rows.tolist() if row in results]
-        return StepOutput(step.step_id, tuple(ordered), tuple(prompts), tuple(pooled), model.ops.spent_s() - spent_s)
+        spent_s = model.ops.spent_s() - spent_s
+        return StepOutput(step.step_id, tuple(ordered), tuple(prompts), tuple(pooled), spent_s, missing)
 
     def _only_likeliest(self, batch: Batch, wishes: int, asked: list[Span]) -> bool:
         """Whether the largest logit at every token of the batch is all that it is for: most steps are so."""

@@ -114,7 +114,7 @@ def load_weights(
 
     Raises InvalidArgument that names a tensor that is missing, too many, or of another shape.
     """
-    reader = _Reader(source, ops, precision, device)
+    reader = Reader(source, ops, precision, device)
     prefixes = [f"model.layers.{index}." for index in range(config.num_layers)]
     with ThreadPoolExecutor(threads, "load") as workers:
         ends = workers.submit(_load_ends, reader, config)
@@ -126,7 +126,7 @@ def load_weights(
     return Weights(embedding, layers, final_norm_D, head, dict(reader.memory), precision.compute, device)
 
 
-def _load_ends(reader: _Reader, config: ModelConfig) -> tuple[Any, Linear[Any]]:
+def _load_ends(reader: Reader, config: ModelConfig) -> tuple[Any, Linear[Any]]:
     """The embedding and the head."""
     hidden, vocab = config.hidden_size, config.vocab_size
     table_VD = reader.matrix(["model.embed_tokens"], [vocab], hidden, rounded=config.tie_word_embeddings)
@@ -139,7 +139,7 @@ def _load_ends(reader: _Reader, config: ModelConfig) -> tuple[Any, Linear[Any]]:
     return reader.prepare_embedding(table_VD, head), head
 
 
-def _load_layer(reader: _Reader, config: ModelConfig, prefix: str) -> Layer:
+def _load_layer(reader: Reader, config: ModelConfig, prefix: str) -> Layer:
     hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
     q_width = config.num_heads * size
     attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
@@ -162,7 +162,7 @@ def _load_layer(reader: _Reader, config: ModelConfig, prefix: str) -> Layer:
     )
 
 
-class _Reader:
+class Reader:
     """Takes tensors from a source, and knows in the end which were not taken and what the others weigh.
 
     Several threads may read.

@@ -8,11 +8,13 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "media.h"
 #include "pool.h"
 #include "select.h"
 
 enum Op : int32_t {
-    EMBEDDING, RMS_NORM, ADD_RMS_NORM, QUANTIZE, LINEAR, ROPE_ANGLES, ROPE, KV_WRITE, ATTENTION, SILU_MUL, TAKE, LARGEST
+    EMBEDDING, RMS_NORM, ADD_RMS_NORM, QUANTIZE, LINEAR, ROPE_ANGLES, ROPE, KV_WRITE, ATTENTION, SILU_MUL, TAKE, LARGEST,
+    ROPE_AXES, REPLACE_ROWS, ADD_ROWS
 };
 
 struct View {  // columns [at, at + width) of a buffer; buffer -1 is the step's output, and has the view's width
@@ -23,7 +25,7 @@ struct Instruction {
     int32_t op;
     View x, y, z;        // what is read, what is written, and what the op says
     int32_t quantized;   // number of the quantized buffer that y goes to as well, or -1
-    int32_t layer, heads, window;
+    int32_t layer, heads, window;  // layer: of media, the part
     float number;        // epsilon, or scale
     const void* weight;  // const Weight*, or floats
 };
@@ -46,6 +48,7 @@ struct Step {
     int32_t block_size, kv_heads, head_size;
     const float* input;        // [tokens, width] of buffer 0, where a program begins with floats
     float* output;             // [tokens, width of the last value]
+    Media media;
 };
 
 constexpr int FEW = 64;                       // tokens of a step whose time is that of reading weights, in part
@@ -231,6 +234,11 @@ class Program {
                 for (int h = 0; h < i.heads; h++)
                     rope_head(at(i.x, token) + h * width, at(i.z, token), at(i.z, token) + width / 2, width / 2);
                 break;
+            case ROPE_AXES:
+                step_.media.rope_angles(token, step_.tokens, step_.positions[token], weight, i.number, i.y.width / 2, at(i.y, token));
+                break;
+            case REPLACE_ROWS: step_.media.replace(token, i.layer, i.y.width, at(i.y, token)); break;
+            case ADD_ROWS: step_.media.add(token, i.layer, i.y.width, at(i.y, token)); break;
             case KV_WRITE:
                 if (cache_kind_ == WHOLE) write<float>(i, token);
                 else if (cache_kind_ == HALVES) write<uint16_t>(i, token);

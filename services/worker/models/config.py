@@ -5,7 +5,7 @@ Knows no tensor. A key whose value asks for something that is not built is refus
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,44 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    axes: tuple[int, ...] = ()  # per rotated pair: it turns with time (0), height (1) or width (2); empty: one position
+
+
+@dataclass(slots=True, frozen=True)
+class VisionConfig:
+    """The encoder of images and videos that a decoder reads, and which ids stand for what it makes."""
+
+    image_id: int
+    video_id: int
+    depth: int  # blocks
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    output_size: int  # the decoder's hidden size
+    channels: int
+    patch: int  # pixels of a patch's side
+    frames: int  # of a patch
+    merge: int  # patches of an embedding's side
+    grid: int  # learned positions of a side
+    exact_gelu: bool  # in blocks; else the one by tanh
+    rope_theta: float
+    deepstack: tuple[int, ...]  # blocks whose states go to the decoder's first layers, in the order of their mergers
+    largest_frame: int | None = None  # patches that the processor makes of one image at most
+
+    @property
+    def patch_bytes(self) -> int:
+        """Values of one patch."""
+        return self.channels * self.frames * self.patch**2
+
+    @property
+    def merged(self) -> int:
+        """Patches of an embedding."""
+        return self.merge**2
+
+    @property
+    def parts(self) -> int:
+        """Vectors that one embedding is made of: itself, and one for each of the decoder's first layers."""
+        return 1 + len(self.deepstack)
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,6 +87,7 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    vision: VisionConfig | None = None
 
     @property
     def num_layers(self) -> int:
@@ -109,6 +148,13 @@ class ConfigKeys:
             raise self.refuse(key, "must be a string")
         return value
 
+    def integers(self, key: str) -> tuple[int, ...]:
+        """A list of whole numbers of at least 0; empty where unset."""
+        value = self._get(key, [])
+        if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
+            raise self.refuse(key, "must be a list of whole numbers of at least 0")
+        return tuple(value)
+
     def texts(self, key: str) -> tuple[str, ...]:
         """A list of strings; empty where unset."""
         value = self._get(key, [])
@@ -116,12 +162,26 @@ class ConfigKeys:
             raise self.refuse(key, "must be a list of strings")
         return tuple(value)
 
-    def section(self, key: str) -> ConfigKeys:
-        """A nested object; empty where unset."""
-        value = self._get(key, {})
+    def section(self, key: str, *, needed: bool = False) -> ConfigKeys:
+        """A nested object; empty where unset, or an error where it is needed."""
+        value = self._get(key, None if needed else {})
         if not isinstance(value, Mapping):
             raise self.refuse(key, "must be an object")
         return ConfigKeys(value, f"{self._prefix}{key}.")
+
+    def with_keys(self, **others: Any) -> ConfigKeys:
+        """The same with these keys beside or in place of its own."""
+        return ConfigKeys({**self._raw, **others}, self._prefix)
+
+    def raw(self, key: str) -> Any:
+        """What is there; None where unset."""
+        return self._raw.get(key)
+
+    def refuse_others(self, known: Set[str]) -> None:
+        """Raises InvalidArgument for a key that is none of these, and not null."""
+        for key in self._raw:
+            if key not in known and self.has(key):
+                raise self.refuse(key, "is not known")
 
     def _get(self, key: str, default: Any) -> Any:
         value = self._raw.get(key)

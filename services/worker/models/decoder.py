@@ -19,17 +19,21 @@ from services.worker.batch import Batch
 from services.worker.cache import KVCache, KvLayout
 from services.worker.layers import Layer, Weights
 from services.worker.models.config import ModelConfig
-from services.worker.models.rotary import frequencies
+from services.worker.models.rotary import by_axis, frequencies
+from services.worker.models.vision import VisionEncoder
 
 
 class Decoder:
     """One decoder: tokens to hidden states, hidden states to logits."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops[Any]) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, ops: Ops[Any], encoder: VisionEncoder | None = None
+    ) -> None:
         self.config = config
+        self.encoder = encoder  # of what it reads beside tokens
         self.dtype = weights.dtype
         self.device = weights.device
-        self.weight_bytes = weights.nbytes
+        self.weight_bytes = weights.nbytes + (encoder.weight_bytes if encoder is not None else 0)
         self.kv_layout = KvLayout(
             config.num_layers, config.num_kv_heads, config.head_dim, ops.kv_dtype or self.dtype, ops.kv_block
         )
@@ -76,7 +80,7 @@ class Decoder:
 
 def _given(batch: Batch, cache: KVCache) -> StepTensors:
     rows = batch.rows(cache.block_size)
-    return StepTensors(batch.input_ids_T, batch.positions_T, batch.slots_T, rows, cache.tensor)
+    return StepTensors(batch.input_ids_T, batch.positions_T, batch.slots_T, rows, cache.tensor, batch.media)
 
 
 class _Mathematics:
@@ -88,13 +92,18 @@ class _Mathematics:
         self._ops = ops
         inv_freq_E, self._rope_scale = frequencies(config.rope, config.head_dim)
         self._inv_freq_E = inv_freq_E.to(weights.device)
+        if config.rope.axes:
+            self._inv_freq_3E = by_axis(inv_freq_E, config.rope.axes).to(weights.device)
 
     def hidden(self, step: Step[Any]) -> Any:
         """x_TD of the step's tokens."""
         ops, config, layers = self._ops, self._config, self._weights.layers
         eps = config.rms_norm_eps
-        cos_TE, sin_TE = ops.rope_cos_sin(step.positions_T, self._inv_freq_E, self._rope_scale, self._weights.dtype)
+        cos_TE, sin_TE = self._angles(step)
         residual_TD = ops.embedding(step.ids_T, self._weights.embedding)
+        media_parts = config.vision.parts if config.vision is not None else 0
+        if media_parts:
+            residual_TD = ops.replace_rows(residual_TD, step.media, 0)
         x_TD = ops.rms_norm(residual_TD, layers[0].attention_norm_D, eps)
         next_norms = [layer.attention_norm_D for layer in layers[1:]] + [self._weights.final_norm_D]
         for index, (layer, next_norm_D) in enumerate(zip(layers, next_norms, strict=True)):
@@ -102,8 +111,17 @@ class _Mathematics:
             x_TD = step.attend(Attention(index, config.windows[index], config.head_dim**-0.5), q_THA, k_TKA, v_TKA)
             x_TD, residual_TD = ops.add_rms_norm(layer.output(x_TD), residual_TD, layer.mlp_norm_D, eps)
             x_TD = layer.down(ops.silu_mul(layer.gate_up(x_TD)))
+            if index + 1 < media_parts:
+                x_TD = ops.add_rows(x_TD, step.media, index + 1)
             x_TD, residual_TD = ops.add_rms_norm(x_TD, residual_TD, next_norm_D, eps)
         return x_TD
+
+    def _angles(self, step: Step[Any]) -> tuple[Any, Any]:
+        """cos_TE and sin_TE of the tokens' positions, which have three axes where media have."""
+        scale, dtype = self._rope_scale, self._weights.dtype
+        if not self._config.rope.axes:
+            return self._ops.rope_cos_sin(step.positions_T, self._inv_freq_E, scale, dtype)
+        return self._ops.rope_axes_cos_sin(step.positions_3T, self._inv_freq_3E, scale, dtype)
 
     def likeliest(self, step: Step[Any]) -> Any:
         """The largest logit of each token, and whose it is."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from services.worker.models import llama, mistral, qwen2, qwen3
+from services.worker.models import llama, mistral, qwen2, qwen3, qwen3_vl
 from services.worker.models.config import ConfigKeys, ModelConfig
 
 ARCHITECTURES: dict[str, Callable[[ConfigKeys], ModelConfig]] = {
@@ -13,6 +13,7 @@ ARCHITECTURES: dict[str, Callable[[ConfigKeys], ModelConfig]] = {
     "MistralForCausalLM": mistral.read_config,
     "Qwen2ForCausalLM": qwen2.read_config,
     "Qwen3ForCausalLM": qwen3.read_config,
+    "Qwen3VLForConditionalGeneration": qwen3_vl.read_config,
 }
 
 

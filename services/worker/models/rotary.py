@@ -22,6 +22,12 @@ def frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
     return inv_freq, 1.0
 
 
+def by_axis(inv_freq_E: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+    """inv_freq [3, E]: each pair has its frequency on its axis, and 0 on the others."""
+    axis_3E = torch.arange(3)[:, None] == torch.tensor(axes)
+    return inv_freq_E * axis_3E
+
+
 def _llama3(rope: RopeConfig, inv_freq: torch.Tensor) -> torch.Tensor:
     """Short waves stay, long ones are stretched by the factor, those between go over smoothly."""
     turns = rope.original_max_len * inv_freq / (2 * math.pi)

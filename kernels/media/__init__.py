@@ -1,0 +1,1 @@
+"""Rows of media among a step's tokens: reference."""

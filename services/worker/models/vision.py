@@ -1,0 +1,204 @@
+"""The encoder of images and videos: patches to vectors that a decoder reads in the places of tokens.
+
+A frame (an image, or two frames of a video as one) attends to itself alone, so that frames are rows of a batch:
+
+    patches of a frame ──▶ + learned position ──▶ blocks ──────────────────────▶ merger ──▶ part 0 of its embeddings
+                                                    └─ after some of them ─▶ a merger each ▶ parts 1, 2, …
+
+N patches   B values of a patch   C size of hidden states   H heads   A head size   E = A / 2 rotated pairs
+F frames of one size   L patches of a frame   M embeddings   U patches of one   P parts   D the decoder's hidden size
+S learned positions of a side
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from kernels.rope.reference import rope
+from services.worker.layers import Affine, Merger, VisionBlock, VisionWeights
+from services.worker.models.config import VisionConfig
+
+_EPS = 1e-6
+MOST_PATCHES = 8192
+"""Patches of one pass, unless a single frame has more: what the encoder takes at once is bounded by it."""
+
+
+class Item(NamedTuple):
+    """An image or a video, as bytes of its pixels."""
+
+    grid: tuple[int, ...]  # patches in time, height and width
+    bytes_NB: torch.Tensor  # uint8, channels outermost in a patch; patches of an embedding lie together
+    mean: tuple[float, ...]  # per channel
+    std: tuple[float, ...]
+
+
+class _Frame(NamedTuple):
+    item: int
+    number: int
+    height: int  # in patches
+    width: int
+
+    @property
+    def patches(self) -> int:
+        return self.height * self.width
+
+
+class VisionEncoder:
+    """Items to embeddings."""
+
+    def __init__(self, config: VisionConfig, weights: VisionWeights) -> None:
+        self.config = config
+        self.weight_bytes = weights.nbytes
+        self.dtype = weights.dtype
+        self._weights = weights
+        quarter = config.hidden_size // config.num_heads // 4
+        self._inv_freq = config.rope_theta ** -(torch.arange(quarter).float() / quarter)  # of each axis
+
+    def encode(self, items: Sequence[Item]) -> list[torch.Tensor]:
+        """The embeddings [M, P, D] of each item, in its order."""
+        frames = [
+            _Frame(index, number, *item.grid[1:]) for index, item in enumerate(items) for number in range(item.grid[0])
+        ]
+        made: list[list[torch.Tensor]] = [[] for _ in items]
+        for together in _passes(frames):
+            rows_MPD = self._forward(self._patches(items, together), together)
+            counts = [frame.patches // self.config.merged for frame in together]
+            for frame, rows in zip(together, torch.split(rows_MPD, counts), strict=True):
+                made[frame.item].append(rows)
+        return [torch.cat(rows) for rows in made]
+
+    def pass_bytes(self, largest_frame: int) -> int:
+        """What one pass takes at most beside weights and results, where the largest frame has so many patches."""
+        config = self.config
+        patches = max(largest_frame, MOST_PATCHES)
+        sliced = min(patches, MOST_PATCHES) * (2 * config.patch_bytes + 2 * config.intermediate_size)
+        return (patches * 12 * config.hidden_size + sliced) * self.dtype.itemsize
+
+    def _patches(self, items: Sequence[Item], frames: Sequence[_Frame]) -> torch.Tensor:
+        """The products [N, C] of the frames' pixels, so many patches at once."""
+        pixels: list[torch.Tensor] = []
+        for frame in frames:
+            first = frame.number * frame.patches
+            for begin in range(first, first + frame.patches, MOST_PATCHES):
+                pixels.append(self._pixels(items[frame.item], begin, min(begin + MOST_PATCHES, first + frame.patches)))
+                if len(frames) == 1:
+                    pixels[-1] = _affine(pixels[-1], self._weights.patch)
+        return torch.cat(pixels) if len(frames) == 1 else _affine(torch.cat(pixels), self._weights.patch)
+
+    def _pixels(self, item: Item, first: int, last: int) -> torch.Tensor:
+        """(byte / 255 - mean) / std of some patches, [N, B]."""
+        bytes_NB = item.bytes_NB[first:last].to(self._weights.device)
+        x_NKV = torch.unflatten(bytes_NB, 1, (self.config.channels, -1)).float().div_(255)
+        mean_K1, std_K1 = (torch.tensor(value, device=x_NKV.device)[:, None] for value in (item.mean, item.std))
+        return x_NKV.sub_(mean_K1).div_(std_K1).flatten(1).to(self.dtype)
+
+    def _forward(self, x_NC: torch.Tensor, frames: Sequence[_Frame]) -> torch.Tensor:
+        """The embeddings [M, P, D] of whole frames."""
+        weights, deepstack = self._weights, self.config.deepstack
+        sizes = [(frame.height, frame.width) for frame in frames]
+        tables = {size: self._tables(*size) for size in set(sizes)}
+        positions_NC, cos_NE, sin_NE = (
+            torch.cat([tables[size][which] for size in sizes]).to(self.dtype) for which in range(3)
+        )
+        x_NC = x_NC + positions_NC
+        parts: list[torch.Tensor] = []
+        for index, block in enumerate(weights.blocks):
+            x_NC = x_NC + self._attention(_norm(x_NC, block.attention_norm), block, cos_NE, sin_NE, frames)
+            x_NC = torch.cat([some_NC + self._mlp(some_NC, block) for some_NC in torch.split(x_NC, MOST_PATCHES)])
+            if index in deepstack:
+                merger = weights.deepstack[deepstack.index(index)]
+                parts.append(_merge(_norm(x_NC.view(-1, self.config.merged * x_NC.shape[1]), merger.norm), merger))
+        normed_NC = _norm(x_NC, weights.merger.norm)
+        whole = _merge(normed_NC.view(-1, self.config.merged * x_NC.shape[1]), weights.merger)
+        return torch.stack([whole, *parts], dim=1)
+
+    def _attention(
+        self,
+        x_NC: torch.Tensor,
+        block: VisionBlock,
+        cos_NE: torch.Tensor,
+        sin_NE: torch.Tensor,
+        frames: Sequence[_Frame],
+    ) -> torch.Tensor:
+        """Every patch attends to those of its frame; frames of one size beside each other go together."""
+        qkv_NXA = torch.unflatten(_affine(x_NC, block.qkv), 1, (3 * self.config.num_heads, -1))
+        qk_NXA, v_NHA = torch.split(qkv_NXA, [2 * self.config.num_heads, self.config.num_heads], dim=1)
+        q_NHA, k_NHA = rope(qk_NXA, cos_NE, sin_NE).chunk(2, dim=1)
+        outputs: list[torch.Tensor] = []
+        first = 0
+        for size, run in groupby(frame.patches for frame in frames):
+            last = first + size * sum(1 for _ in run)
+            q_FHLA, k_FHLA, v_FHLA = (
+                torch.unflatten(x_NHA[first:last], 0, (-1, size)).transpose(1, 2) for x_NHA in (q_NHA, k_NHA, v_NHA)
+            )
+            attended_FHLA = F.scaled_dot_product_attention(q_FHLA, k_FHLA, v_FHLA)
+            outputs.append(attended_FHLA.transpose(1, 2).reshape(last - first, -1))
+            first = last
+        return _affine(torch.cat(outputs), block.output)
+
+    def _mlp(self, x_NC: torch.Tensor, block: VisionBlock) -> torch.Tensor:
+        approximate = "none" if self.config.exact_gelu else "tanh"
+        return _affine(F.gelu(_affine(_norm(x_NC, block.mlp_norm), block.up), approximate=approximate), block.down)
+
+    def _tables(self, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of the patches of a frame, in their order: learned positions [L, C], cos and sin of their angles [L, E]."""
+        merge, device = self.config.merge, self._weights.device
+        shape = (height // merge, width // merge, merge, merge)
+        rows_L = torch.arange(height).view(shape[0], 1, merge, 1).expand(shape).flatten()
+        columns_L = torch.arange(width).view(1, shape[1], 1, merge).expand(shape).flatten()
+        angle_LE = torch.cat([at_L[:, None] * self._inv_freq for at_L in (rows_L, columns_L)], dim=1)
+        positions_LC = _interpolate(self._weights.positions_SSC, (rows_L, height), (columns_L, width))
+        return positions_LC, angle_LE.cos().to(device), angle_LE.sin().to(device)
+
+
+def _interpolate(
+    table_SSC: torch.Tensor, rows: tuple[torch.Tensor, int], columns: tuple[torch.Tensor, int]
+) -> torch.Tensor:
+    """Bilinear, with the corners of the table at the corners of the grid: places (at, of how many) to [L, C]."""
+    side, device = len(table_SSC), table_SSC.device
+    corners = [
+        table_SSC[row_L.to(device), column_L.to(device)] * (row_weight_L * column_weight_L)[:, None].to(device)
+        for row_L, row_weight_L in _neighbours(*rows, side)
+        for column_L, column_weight_L in _neighbours(*columns, side)
+    ]
+    return torch.stack(corners).sum(0)
+
+
+def _neighbours(at_L: torch.Tensor, count: int, side: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The two places of the table around each of `count`, and what each counts for."""
+    source_L = at_L.float() * (side - 1) / max(count - 1, 1)
+    low_L = source_L.floor()
+    yield low_L.long(), 1 - (source_L - low_L)
+    yield (low_L.long() + 1).clamp(max=side - 1), source_L - low_L
+
+
+def _passes(frames: Sequence[_Frame]) -> Iterator[list[_Frame]]:
+    """Frames whose patches go through the encoder together."""
+    together: list[_Frame] = []
+    patches = 0
+    for frame in frames:
+        if together and patches + frame.patches > MOST_PATCHES:
+            yield together
+            together, patches = [], 0
+        together.append(frame)
+        patches += frame.patches
+    if together:
+        yield together
+
+
+def _affine(x: torch.Tensor, by: Affine) -> torch.Tensor:
+    return F.linear(x, by.weight, by.bias)
+
+
+def _norm(x: torch.Tensor, by: Affine) -> torch.Tensor:
+    return F.layer_norm(x, x.shape[-1:], by.weight, by.bias, _EPS)
+
+
+def _merge(x_MX: torch.Tensor, merger: Merger) -> torch.Tensor:
+    """Joined patches [M, U * C] to [M, D]."""
+    return _affine(F.gelu(_affine(x_MX, merger.up)), merger.down)

@@ -18,13 +18,15 @@ struct State {
     Sums of(int r, int span) { return {out + r * span, total + r * W, largest + r}; }
 };
 
+constexpr int BITE = 12 << 10;  // bytes of keys, or of values
+
 struct Scratch {  // of one thread
     // a query's row is 16 floats longer than a head: rows that lie a power of two apart fight for the same cache lines
     alignas(64) float q[QUERIES * (MOST_HEAD + 16)];
     alignas(64) float scores[QUERIES * CHUNK];
     alignas(64) float wide[CHUNK * MOST_HEAD];      // keys or values as floats
     alignas(64) float gathered[CHUNK * MOST_HEAD];  // units gathered from small blocks
-    alignas(64) float scales[2][CHUNK];             // of keys and of values, where they have any
+    alignas(64) float scales[LANES][2][CHUNK];      // of keys and of values, where they have any
     alignas(64) float factor[QUERIES + W], fresh[QUERIES + W];
     State states[2];
     const void* fetched = nullptr;  // the first keys of the tile that was prepared for
@@ -54,10 +56,11 @@ struct Attention {
     const int A = cache.A, span = A + 16;  // span: from a query to the next
     const Group& group = plan.group(tile, 0);
     const int window = plan.window, tokens = group.count, heads = group.heads;
+    const int lanes = tile.lanes;             // heads of keys side by side: queries of the first come first
     const int start = group.start;            // position of the first query
-    const bool shared = tile.groups > 1;      // then every query sees every key
+    const bool shared = tile.groups > lanes;  // then every query sees every key
     const int low = std::max(group.low, tile.from), to = tile.to;
-    int rows = 0;
+    int rows = 0, lane_rows = 0;  // of all lanes, and of each
 
     // Keys that a token of the group sees, counted from `base`, at most `size`.
     int sees_from(int token, int base) const { return window > 0 ? std::max(0, start + token - window + 1 - base) : 0; }
@@ -82,6 +85,7 @@ struct Attention {
                 for (int d = 0; d < A; d += W) store(s.q + rows * span + d, load<F>(from + d) * scale);
                 rows++;
             });
+        lane_rows = rows / lanes;
     }
 
     void clear(State& sums) const {
@@ -107,60 +111,73 @@ struct Attention {
         for (int t = std::max(0, low - position); t < UNIT && position + t < to; t++) copy(into, position + t, t);
         return into;
     }
-    const T* keys_at(int position, int unit) const {
-        if (cache.U == UNIT) return keys_of(group, position);
-        return gather(position, unit, [this](T* into, int at, int t) {
-            const T* key = keys_of(group, at);
+    const Group& of_lane(int lane) const { return plan.group(tile, lane); }
+    const T* keys_at(int lane, int position, int unit) const {
+        if (cache.U == UNIT) return keys_of(of_lane(lane), position);
+        return gather(position, unit, [this, lane](T* into, int at, int t) {
+            const T* key = keys_of(of_lane(lane), at);
             for (int d = 0; d < A; d++) into[d * UNIT + t] = key[d];
         });
     }
-    const T* values_at(int position, int unit) const {
-        if (cache.U == UNIT) return values_of(group, position);
-        return gather(position, unit, [this](T* into, int at, int t) {
-            std::memcpy(into + t * A, values_of(group, at), sizeof(T) * A);
+    const T* values_at(int lane, int position, int unit) const {
+        if (cache.U == UNIT) return values_of(of_lane(lane), position);
+        return gather(position, unit, [this, lane](T* into, int at, int t) {
+            std::memcpy(into + t * A, values_of(of_lane(lane), at), sizeof(T) * A);
         });
     }
 
-    // One chunk's units, and those that will be read after them: they are asked for meanwhile.
+    // Units that are read at once, and those that will be read after them: they are asked for meanwhile.
     struct Units {
         const T* now[CHUNK / UNIT];
         const T* then[CHUNK / UNIT];
     };
-    template <class Of>
-    void look_ahead(Units& units, int first, int count, const Of& of) const {
+    struct Ahead {  // where these begin; tile null: nowhere
+        const Tile* tile;
+        bool values;
+        int first;
+    };
+    // What lies side by side in a block is asked for so, all its heads in turn: memory is faster in that order.
+    void look_ahead(Units& units, int lane, int count, const Ahead& ahead) const {
         for (int u = 0; u < count; u++) {
-            const int then = first + u * UNIT + CHUNK;
             units.then[u] = units.now[u];
-            if (cache.U != UNIT) continue;
-            if (then < to) units.then[u] = of(group, then);
-            else if (next) {
-                const int at = first_of(*next) + u * UNIT;
-                if (at < next->to) units.then[u] = of(plan.group(*next, 0), at);
-            }
+            if (cache.U != UNIT || !ahead.tile) continue;
+            const int number = lane * count + u, then = ahead.first + number / ahead.tile->lanes * UNIT;
+            if (then >= ahead.tile->to) continue;
+            const Group& g = plan.group(*ahead.tile, number % ahead.tile->lanes);
+            units.then[u] = ahead.values ? values_of(g, then) : keys_of(g, then);
+            if (sizeof(T) == 4) fetch_unit(units.then[u]);  // products of floats ask for nothing
         }
     }
     int first_of(const Tile& t) const { return std::max(plan.group(t, 0).low, t.from) / UNIT * UNIT; }
-    // What nobody asked for in time: the first chunk of a tile.
+    // Units of all lanes that are read before the next, at most: they and those stay in the first cache.
+    int bite() const {
+        return lanes == 1 ? CHUNK / UNIT : std::max(1, std::min(CHUNK, BITE / int(lanes * A * sizeof(T))) / UNIT);
+    }
+    Ahead after(int chunk) const {
+        if (chunk + CHUNK < to) return {&tile, false, chunk + CHUNK};
+        if (!next) return {nullptr, false, 0};
+        s.fetched = keys_of(plan.group(*next, 0), first_of(*next));
+        return {next, false, first_of(*next)};
+    }
+    // What nobody asked for in time: the first keys of a tile.
     void fetch(int first) const {
-        const int end = std::min(to, first / CHUNK * CHUNK + CHUNK);
+        const int end = std::min(to, first + bite() * UNIT);
         if (cache.U != UNIT || s.fetched == keys_of(group, first)) return;
-        for (int at = first; at < end; at += UNIT) {
-            const char *keys = (const char*)keys_of(group, at), *values = (const char*)values_of(group, at);
-            for (size_t byte = 0; byte < sizeof(T) * UNIT * A; byte += 64) {
-                __builtin_prefetch(keys + byte);
-                __builtin_prefetch(values + byte);
-            }
-        }
+        for (int at = first; at < end; at += UNIT)
+            for (int lane = 0; lane < lanes; lane++) fetch_unit(keys_of(of_lane(lane), at));
+    }
+    void fetch_unit(const T* unit) const {
+        for (int i = 0; i < UNIT * A; i += LINE / sizeof(T)) __builtin_prefetch(unit + i);
     }
 
-    bool widens() const { return sizeof(T) < 4 && rows > 4; }  // as many rows read it: floats are made once
+    bool widens() const { return sizeof(T) < 4 && lane_rows > 4; }  // as many rows read it: floats are made once
     const float* widen(const T* unit, int number, const T* then) const {
         float* into = s.wide + number * UNIT * A;
-        constexpr int LINE = 64 / sizeof(T);
-        for (int i = 0; i < UNIT * A; i += LINE) {
+        constexpr int COUNT = LINE / sizeof(T);
+        for (int i = 0; i < UNIT * A; i += COUNT) {
             __builtin_prefetch(then + i);
             UNROLL
-            for (int v = 0; v < LINE; v += W) store(into + i + v, wide(unit + i + v));
+            for (int v = 0; v < COUNT; v += W) store(into + i + v, wide(unit + i + v));
         }
         return into;
     }
@@ -180,23 +197,25 @@ struct Attention {
 
     // What the bytes of keys and values are worth, of a chunk's positions [begin, size).
     void scale_chunk(int chunk, int begin, int size) const {
-        for (int t = begin; t < size; t++) {
-            const int at = chunk + t;
-            const bool seen = at >= low && at < to;
-            const int64_t block = seen ? group.blocks[at / cache.P] : 0;
-            s.scales[0][t] = seen ? cache.key_scales(block, group.kv_head)[at % cache.P] : 0.0f;
-            s.scales[1][t] = seen ? cache.value_scales(block, group.kv_head)[at % cache.P] : 0.0f;
-        }
+        for (int lane = 0; lane < lanes; lane++)
+            for (int t = begin; t < size; t++) {
+                const int at = chunk + t, kv_head = of_lane(lane).kv_head;
+                const bool seen = at >= low && at < to;
+                const int64_t block = seen ? group.blocks[at / cache.P] : 0;
+                s.scales[lane][0][t] = seen ? cache.key_scales(block, kv_head)[at % cache.P] : 0.0f;
+                s.scales[lane][1][t] = seen ? cache.value_scales(block, kv_head)[at % cache.P] : 0.0f;
+            }
     }
 
-    void score(int first, int count, float* scores) const {
+    void score(int lane, int first, int count, const Ahead& ahead, float* scores) const {
+        const float* q = s.q + lane * lane_rows * span;
         Units keys;
-        for (int u = 0; u < count; u++) keys.now[u] = keys_at(first + u * UNIT, u);
-        look_ahead(keys, first, count, [this](const Group& g, int at) { return keys_of(g, at); });
-        if (!widens()) return score_units<T>(s.q, span, rows, keys.now, keys.then, count, A, scores);
+        for (int u = 0; u < count; u++) keys.now[u] = keys_at(lane, first + u * UNIT, u);
+        look_ahead(keys, lane, count, ahead);
+        if (!widens()) return score_units<T>(q, span, lane_rows, keys.now, keys.then, count, A, scores);
         for (int u = 0; u < count; u++) {
             const float* floats = widen(keys.now[u], 0, keys.then[u]);
-            score_units<float>(s.q, span, rows, &floats, &floats, 1, A, scores + u * UNIT);
+            score_units<float>(q, span, lane_rows, &floats, &floats, 1, A, scores + u * UNIT);
         }
     }
 
@@ -206,9 +225,11 @@ struct Attention {
         for (int r = 0; r < rows; r++) {
             float* scores = s.scores + r * CHUNK;
             if constexpr (Cache<T>::SCALED)
-                for (int t = begin; t < size; t += W) store(scores + t, load<F>(scores + t) * load<F>(s.scales[0] + t));
+                for (int t = begin; t < size; t += W)
+                    store(scores + t, load<F>(scores + t) * load<F>(s.scales[r / lane_rows][0] + t));
             if (masked) {
-                const int token = r / heads, from = sees_from(token, chunk), end = sees_to(token, chunk, size);
+                const int token = r % lane_rows / heads;
+                const int from = sees_from(token, chunk), end = sees_to(token, chunk, size);
                 for (int t = begin; t < std::min(size, from); t++) scores[t] = -INFINITY;
                 for (int t = std::max(begin, end); t < size; t++) scores[t] = -INFINITY;
             }
@@ -230,7 +251,7 @@ struct Attention {
                 const F e = exp_below_zero(load<F>(scores + t) - shift);
                 total += e;
                 // a weight of 0 stays one whatever the scale: it may be NaN
-                if (Cache<T>::SCALED) store(scores + t, e == 0.0f ? F{} : e * load<F>(s.scales[1] + t));
+                if (Cache<T>::SCALED) store(scores + t, e == 0.0f ? F{} : e * load<F>(s.scales[r / lane_rows][1] + t));
                 else store(scores + t, e);
             }
             store(sums.total + r * W, fma(load<F>(sums.total + r * W), factor, total));
@@ -239,25 +260,24 @@ struct Attention {
     }
 
     // Values of `count` units, which every query sees.
-    void add_whole(State& sums, int first, int count, const float* weights) const {
+    void add_whole(float* out, int lane, int first, int count, const Ahead& ahead, const float* weights) const {
         Units values;
-        for (int u = 0; u < count; u++) values.now[u] = values_at(first + u * UNIT, u);
-        look_ahead(values, first, count, [this](const Group& g, int at) { return values_of(g, at); });
-        float* out = sums.out;
-        if (!widens()) return add_units<T>(out, span, 0, rows, weights, values.now, values.then, count, A, 0, UNIT);
+        for (int u = 0; u < count; u++) values.now[u] = values_at(lane, first + u * UNIT, u);
+        look_ahead(values, lane, count, ahead);
+        if (!widens()) return add_units<T>(out, span, 0, lane_rows, weights, values.now, values.then, count, A, 0, UNIT);
         const float* floats[CHUNK / UNIT];
         for (int u = 0; u < count; u++) floats[u] = widen(values.now[u], u, values.then[u]);
-        add_units<float>(out, span, 0, rows, weights, floats, floats, count, A, 0, UNIT);
+        add_units<float>(out, span, 0, lane_rows, weights, floats, floats, count, A, 0, UNIT);
     }
-    void add_partial(State& sums, int at, const float* weights) const {
-        const T* values = values_at(at, 0);
+    void add_partial(float* out, int lane, int at, const float* weights) const {
+        const T* values = values_at(lane, at, 0);
         if (tokens > 1 && widen_part(values, at, 0)) {
             const float* floats = s.wide;
-            return add_units<float>(sums.out, span, 0, rows, weights, &floats, &floats, 1, A, 0, UNIT);
+            return add_units<float>(out, span, 0, lane_rows, weights, &floats, &floats, 1, A, 0, UNIT);
         }
         for (int token = 0; token < tokens; token++) {
             const int from = sees_from(token, at), end = sees_to(token, at, UNIT), r = token * heads;
-            if (from < end) add_units<T>(sums.out, span, r, r + heads, weights, &values, &values, 1, A, from, end);
+            if (from < end) add_units<T>(out, span, r, r + heads, weights, &values, &values, 1, A, from, end);
         }
     }
 
@@ -270,13 +290,29 @@ struct Attention {
             while (from < end && !whole(from)) from += UNIT;
             while (end > from && !whole(end - UNIT)) end -= UNIT;
             if (Cache<T>::SCALED) scale_chunk(chunk, begin, size);
-            if (sizeof(T) == 4 && chunk + CHUNK < to) fetch(chunk + CHUNK);
-            score(first, count, s.scores + begin);
+            for (int unit = first, next; unit < last; unit = next) {
+                next = std::min(first + count * UNIT, unit + bite() * UNIT);
+                const Ahead ahead{&tile, next >= last, next < last ? next : first};
+                for (int lane = 0; lane < lanes; lane++)
+                    score(lane, unit, (next - unit) / UNIT, ahead, s.scores + lane * lane_rows * CHUNK + unit - chunk);
+            }
             soften(sums, chunk, begin, size, from > first || end < first + count * UNIT);
-            const float* weights = s.scores - chunk;
-            for (int unit = first; unit < from; unit += UNIT) add_partial(sums, unit, weights + unit);
-            if (from < end) add_whole(sums, from, (end - from) / UNIT, weights + from);
-            for (int unit = end; unit < last; unit += UNIT) add_partial(sums, unit, weights + unit);
+            const auto each_lane = [&](int unit, const auto& run) {
+                for (int lane = 0; lane < lanes; lane++)
+                    run(sums.out + lane * lane_rows * span, lane, s.scores + lane * lane_rows * CHUNK + unit - chunk);
+            };
+            const auto partial = [&](int unit) {
+                each_lane(unit, [&](float* out, int lane, const float* weights) { add_partial(out, lane, unit, weights); });
+            };
+            for (int unit = first; unit < from; unit += UNIT) partial(unit);
+            for (int unit = from, next; unit < end; unit = next) {
+                next = std::min(end, unit + bite() * UNIT);
+                const Ahead ahead = next < end ? Ahead{&tile, true, next} : after(chunk);
+                each_lane(unit, [&](float* out, int lane, const float* weights) {
+                    add_whole(out, lane, unit, (next - unit) / UNIT, ahead, weights);
+                });
+            }
+            for (int unit = end; unit < last; unit += UNIT) partial(unit);
         }
     }
 
@@ -321,6 +357,7 @@ struct Attention {
         begin(q, q_stride, G, scale);
         State *now = &s.states[0], *all = &s.states[1];
         fetch(first_of(tile));
+        s.fetched = nullptr;
         for (int at = low; at < to;) {
             const int stop = std::min(to, (at / SEGMENT + 1) * SEGMENT);
             clear(*now);
@@ -331,12 +368,12 @@ struct Attention {
                 for (int r = 0; r < rows; r++) fold(all->of(r, span), now->of(r, span), A);
             at = stop;
         }
-        s.fetched = next && cache.U == UNIT ? keys_of(plan.group(*next, 0), first_of(*next)) : nullptr;
         if (group.parts) return join((to - 1) / SEGMENT - low / SEGMENT + 1, y, y_stride, G);
         int r = 0;
-        each_query(group, G, [&](int token, int head) {
-            give(y + size_t(token) * y_stride + size_t(head) * A, all->out + r * span, all->total + r * W, A);
-            r++;
-        });
+        for (int at = 0; at < tile.groups; at++)
+            each_query(plan.group(tile, at), G, [&](int token, int head) {
+                give(y + size_t(token) * y_stride + size_t(head) * A, all->out + r * span, all->total + r * W, A);
+                r++;
+            });
     }
 };

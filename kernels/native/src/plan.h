@@ -7,6 +7,8 @@
 //     row 1   |== segment 0 ==|== segment 1 ==|== 2 ==|    rows whose blocks are the same: one tile of both groups
 //     row 2   |==  the same ==|==  the same ==|= 2 =|      per segment, and one each for what is left
 //
+// Or groups of one row's few tokens and several heads of keys, which lie side by side in its blocks: a tile's lanes.
+//
 // Keys are summed within segments of 256 from position 0, and segments then in their order, whether one tile did them
 // all or many did one each: a query's sums depend on its own row only. So where to cut is a question of time alone.
 #pragma once
@@ -16,6 +18,7 @@
 
 constexpr int SEGMENT = 256;  // keys; a multiple of CHUNK
 constexpr int QUERIES = 48;   // of a tile, at most
+constexpr int LANES = 4;      // heads of keys of a tile, at most
 constexpr size_t SHARERS = 4;  // rows that read a segment together, at least
 
 struct Rows {  // of a step
@@ -38,6 +41,7 @@ struct Group {
 struct Tile {
     int32_t members, groups;  // `groups` of them from `members` on in the list of members
     int32_t from, to;         // keys
+    int32_t lanes;            // 1: all groups read the same keys; else they are heads of keys of one row
 };
 
 class Plan {
@@ -76,7 +80,7 @@ class Plan {
                     }
         }
         if (window == 0 && heads == G) share(rows, P, most);
-        cut(threads);
+        cut(threads, A);
         place(A);
         const auto work = [this](const Tile& t) { return int64_t(t.to - t.from) * queries(t); };
         const auto less = [&](const Tile& a, const Tile& b) { return work(a) < work(b); };
@@ -133,7 +137,7 @@ class Plan {
         const int K = heads_of_keys(sharers_[first].group);
         for (int kv_head = 0; kv_head < K; kv_head++)
             for (size_t at = first; at < end;) {
-                Tile tile{int32_t(members.size()), 0, segment * SEGMENT, (segment + 1) * SEGMENT};
+                Tile tile{int32_t(members.size()), 0, segment * SEGMENT, (segment + 1) * SEGMENT, 1};
                 for (int full = 0; at < end; at++, tile.groups++) {
                     const int32_t group = sharers_[at].group + kv_head;
                     full += groups[group].queries();
@@ -151,23 +155,41 @@ class Plan {
     }
 
     // Every group's keys that are not shared: one tile, or several where there are too few for all threads to be busy.
-    void cut(int threads) {
+    void cut(int threads, int A) {
         int64_t segments = 0;
         for (const Group& g : groups) segments += (g.end - g.low) / SEGMENT + 1;
         const bool few = tiles.size() + groups.size() < size_t(4 * threads) && threads > 1;
         const int64_t piece = few ? std::max<int64_t>(1, segments / (16 * threads)) : INT32_MAX / SEGMENT - 1;
-        for (size_t at = 0; at < groups.size(); at++) {
-            Group& g = groups[at];
-            int from = std::max(g.low, shared_[g.row]);
-            const bool alone = shared_[g.row] == 0 && (g.end - 1) / SEGMENT - g.low / SEGMENT < piece;
-            g.parts = g.left = alone ? 0 : (g.end - 1) / SEGMENT - g.low / SEGMENT + 1;
-            while (from < g.end) {
-                const int to = int(std::min<int64_t>(g.end, (from / SEGMENT + piece) * SEGMENT));
-                tiles.push_back({int32_t(members.size()), 1, from, to});
-                members.push_back(int32_t(at));
+        for (size_t at = 0; at < groups.size();) {
+            const int lanes = few ? 1 : lanes_at(at, threads, A);
+            const Group& first = groups[at];
+            const bool alone = shared_[first.row] == 0 && (first.end - 1) / SEGMENT - first.low / SEGMENT < piece;
+            const int parts = alone ? 0 : (first.end - 1) / SEGMENT - first.low / SEGMENT + 1;
+            for (int lane = 0; lane < lanes; lane++) groups[at + lane].parts = groups[at + lane].left = parts;
+            for (int from = std::max(first.low, shared_[first.row]); from < first.end;) {
+                const int to = int(std::min<int64_t>(first.end, (from / SEGMENT + piece) * SEGMENT));
+                tiles.push_back({int32_t(members.size()), lanes, from, to, lanes});
+                for (int lane = 0; lane < lanes; lane++) members.push_back(int32_t(at) + lane);
                 from = to;
             }
+            at += lanes;
         }
+    }
+
+    // Groups from `at` on that one tile takes: heads of keys of the same queries. A block has them side by side, and
+    // memory is faster in larger pieces; but two units must stay in the first cache. The last ones are left alone, so
+    // that threads end together.
+    int lanes_at(size_t at, int threads, int A) const {
+        const Group& g = groups[at];
+        const int most = std::min({LANES, MOST_HEAD / A, QUERIES / g.queries()});
+        int lanes = 1;
+        while (lanes < most && at + lanes < groups.size()) {
+            const Group& other = groups[at + lanes];
+            const bool same = other.row == g.row && other.first == g.first;
+            if (!same || other.kv_head != g.kv_head + lanes || other.heads != g.heads) break;
+            lanes++;
+        }
+        return groups.size() - at > size_t(lanes) * size_t(threads / 2) ? lanes : 1;
     }
 
     void place(int A) {

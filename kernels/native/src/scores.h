@@ -24,29 +24,33 @@ INLINE void score_rows(const float* q, int stride, const T* const* keys, const T
     for (int r = 0; r < M; r++)
         UNROLL
         for (int v = 0; v < N * V; v++) acc[r][v] = F{};
-    for (int d = 0; d < A; d++) {
+    constexpr int STEP = sizeof(T) < 4 ? LINE / (UNIT * sizeof(T)) : 1;  // A is a multiple of 16
+    for (int first = 0; first < A; first += STEP) {
         if constexpr (sizeof(T) < 4) {
             UNROLL
-            for (int n = 0; n < N; n++) __builtin_prefetch(next[n] + d * UNIT);
+            for (int n = 0; n < N; n++) __builtin_prefetch(next[n] + first * UNIT);
         }
-        if constexpr (M <= N * V) {
-            F x[M];
-            UNROLL
-            for (int r = 0; r < M; r++) x[r] = splat(q[r * stride + d]);
-            UNROLL
-            for (int v = 0; v < N * V; v++) {
-                const F k = wide(from[v / V] + d * UNIT + v % V * W);
+        UNROLL
+        for (int d = first; d < first + STEP; d++) {
+            if constexpr (M <= N * V) {
+                F x[M];
                 UNROLL
-                for (int r = 0; r < M; r++) acc[r][v] = fma(k, x[r], acc[r][v]);
+                for (int r = 0; r < M; r++) x[r] = splat(q[r * stride + d]);
+                UNROLL
+                for (int v = 0; v < N * V; v++) {
+                    const F k = wide(from[v / V] + d * UNIT + v % V * W);
+                    UNROLL
+                    for (int r = 0; r < M; r++) acc[r][v] = fma(k, x[r], acc[r][v]);
+                }
+            } else {
+                F k[N * V];
+                UNROLL
+                for (int v = 0; v < N * V; v++) k[v] = wide(from[v / V] + d * UNIT + v % V * W);
+                UNROLL
+                for (int r = 0; r < M; r++)
+                    UNROLL
+                    for (int v = 0; v < N * V; v++) acc[r][v] = fma(k[v], q[r * stride + d], acc[r][v]);
             }
-        } else {
-            F k[N * V];
-            UNROLL
-            for (int v = 0; v < N * V; v++) k[v] = wide(from[v / V] + d * UNIT + v % V * W);
-            UNROLL
-            for (int r = 0; r < M; r++)
-                UNROLL
-                for (int v = 0; v < N * V; v++) acc[r][v] = fma(k[v], q[r * stride + d], acc[r][v]);
         }
     }
     UNROLL
@@ -68,10 +72,10 @@ INLINE void add_columns(
         UNROLL
         for (int v = 0; v < V; v++) acc[r][v] = load<F>(out + r * stride + column + v * W);
     for (int u = 0; u < count; u++, weights += UNIT) {
-        const T *values = units[u] + column, *next = ahead[u] + column;
+        const T *values = units[u] + column, *next = ahead[u] + column * UNIT;  // its lines in their order
 #pragma GCC unroll 2
         for (int t = from; t < to; t++) {
-            if constexpr (sizeof(T) < 4) __builtin_prefetch(next + t * A);
+            if constexpr (sizeof(T) < 4) __builtin_prefetch(next + t * V * W);
             if constexpr (M <= V) {
                 F x[M];
                 UNROLL

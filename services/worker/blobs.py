@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.errors import TriptychError
@@ -51,9 +51,20 @@ class _Wanted:
     """A blob that steps on their way wait for."""
 
     found: Future[Blob | None]
-    steps: int = 1
+    steps: int = 0
     fetching: asyncio.Task[None] | None = None
-    held: int = field(default=0)  # bytes of it that count against the limit
+    held: int = 0  # bytes of it that count against the limit
+
+    @property
+    def there(self) -> bool:
+        """Whether it has been found."""
+        return self.found.done() and self.found.result() is not None
+
+    def settle(self, blob: Blob | None) -> None:
+        """The answer for the steps on their way; a step that comes after a miss may have better luck."""
+        if self.found.done():
+            self.found = Future()
+        self.found.set_result(blob)
 
 
 class Blobs:
@@ -82,16 +93,18 @@ class Blobs:
     def want(self, items: Iterable[MediaItem]) -> None:
         """A step has come that encodes these: what the host does not have begins to be fetched."""
         for item in items:
-            wanted = self._wanted.get(item.hash)
-            if wanted is not None:
-                wanted.steps += 1
+            wanted = self._wanted.setdefault(item.hash, _Wanted(Future()))
+            wanted.steps += 1
+            if wanted.there:
                 continue
-            wanted = self._wanted[item.hash] = _Wanted(Future())
             blob = self._of_host(item)
-            if blob is None and item.source:
+            if blob is not None:
+                wanted.settle(blob)
+            elif wanted.fetching is None and item.source:
+                wanted.found = Future() if wanted.found.done() else wanted.found
                 wanted.fetching = asyncio.create_task(self._fetch_into(wanted, item))
-            else:
-                _settle(wanted, blob, item, "the folder has no such blob, and no gateway is named that has it")
+            elif wanted.fetching is None:
+                self._miss(wanted, item, "the folder has no such blob, and no gateway is named that has it")
 
     def take(self, name: bytes) -> Blob | None:
         """The blob of this hash, once it is there; None where it is nowhere, or comes too late."""
@@ -138,9 +151,18 @@ class Blobs:
             why = f"{item.source} did not send it within {self._limit_s:g} s"
         except TriptychError as error:
             why = f"{item.source}: {error.message}"
-        if blob is None:
+        wanted.fetching = None
+        if wanted.there:  # in the folder, meanwhile
             wanted.held = 0
-        _settle(wanted, blob, item, why)
+        elif blob is None:
+            wanted.held = 0
+            self._miss(wanted, item, why)
+        else:
+            wanted.settle(blob)
+
+    def _miss(self, wanted: _Wanted, item: MediaItem, why: str) -> None:
+        _log.warning("blob missing", hash=item.hash.hex(), modality=item.modality, why=why or None)
+        wanted.settle(None)
 
     def _hold(self, wanted: _Wanted, size: int) -> None:
         held = self.held_bytes
@@ -166,9 +188,3 @@ class Blobs:
             )
             return None
         return blob
-
-
-def _settle(wanted: _Wanted, blob: Blob | None, item: MediaItem, why: str) -> None:
-    if blob is None:
-        _log.warning("blob missing", hash=item.hash.hex(), modality=item.modality, why=why or None)
-    wanted.found.set_result(blob)

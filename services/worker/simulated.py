@@ -122,7 +122,7 @@ class SimulatedRunner:
             weight_bytes=0,
             kv_groups=tuple(KvGroup(1, _BYTES_PER_TOKEN, window) for window in self._kv_windows),
             text_files=text.files,
-            capabilities=("generate", "prompt_logprobs", "embed"),
+            capabilities=("generate", "prompt_logprobs", "embed", *(("image", "video") if text.sees else ())),
             pools=True,
             media=True,
         )

@@ -25,6 +25,8 @@ class Text:
         self.files = _read(folder) if folder else toy_text_files(max_model_len)
         config = json.loads(self.files.get("config.json", b"{}"))
         self.architecture = str(config.get("model_type", "simulated"))
+        self.sees = "vision_config" in config  # whether the model takes images and videos
+        config = {**config, **config.get("text_config", {})}
         self.max_model_len = int(config.get("max_position_embeddings", max_model_len))
         self.tokenizer = Tokenizer.from_str(self.files["tokenizer.json"].decode())
         self.vocab_size = int(config.get("vocab_size", 0)) or self.tokenizer.get_vocab_size()

@@ -232,6 +232,33 @@ async def test_take_waits_for_what_is_on_its_way(tmp_path: Path) -> None:
     blobs.done([item])
 
 
+@pytest.mark.parametrize("fetching", [False, True])
+async def test_a_step_that_comes_after_a_miss_looks_again(tmp_path: Path, fetching: bool) -> None:
+    """The step before it, which missed or still fetches, has not been answered yet."""
+    async with a_gateway(Source(a_blob(), pause=60.0)) as item:
+        wanted = item if fetching else ITEM
+        blobs = blobs_of(tmp_path)
+        blobs.want([wanted])
+        (tmp_path / HASH.hex()).write_bytes(a_blob())
+        blobs.want([wanted])
+        assert same(blobs.take(HASH))
+        blobs.done([wanted])
+        assert same(blobs.take(HASH))
+        blobs.done([wanted])
+        assert blobs.take(HASH) is None
+
+
+async def test_a_step_that_comes_after_a_miss_fetches_again(tmp_path: Path) -> None:
+    blobs = blobs_of(tmp_path)
+    blobs.want([ITEM])
+    assert blobs.take(HASH) is None
+    async with a_gateway(Source(a_blob())) as item:
+        blobs.want([item])
+        blobs.done([ITEM])
+        assert same(await asyncio.to_thread(blobs.take, HASH))
+        blobs.done([item])
+
+
 class TestSteps:
     """The service and a simulated runner, with the blobs of a folder."""
 

@@ -68,6 +68,20 @@ def test_prometheus_asks_where_the_roles_answer() -> None:
     assert targets["worker"] == OURS["worker"]["environment"]["TRIPTYCH_WORKER_METRICS_PORT"]
 
 
+def test_gateway_and_worker_meet_in_memory_or_over_a_port() -> None:
+    gateway, worker = OURS["gateway"], OURS["worker"]
+    folder = gateway["environment"]["TRIPTYCH_GATEWAY_MEDIA_DIR"]
+    assert worker["environment"]["TRIPTYCH_WORKER_MEDIA_DIR"] == folder
+    assert "media:/media" in gateway["volumes"]
+    assert "media:/media" in worker["volumes"]
+    assert COMPOSE["volumes"]["media"]["driver_opts"]["type"] == "tmpfs"
+    uid, gid = gateway["user"].split(":")
+    assert worker["user"] == gateway["user"]
+    assert f"uid={uid},gid={gid}" in COMPOSE["volumes"]["media"]["driver_opts"]["o"]
+    assert gateway["environment"]["TRIPTYCH_GATEWAY_BLOB_ANNOUNCE"] == "gateway"
+    assert not any("50055" in port for port in gateway["ports"]), "for workers alone"
+
+
 class Deployed:
     """The services of the compose file as processes of this machine."""
 
@@ -80,6 +94,7 @@ class Deployed:
     def here(self, text: str) -> str:
         """Host names become loopback, each port one that is free, the model's path a toy's."""
         text = re.sub(r"^/models/.*", str(self.model), text)
+        text = re.sub(r"^/media/", f"{self.model.parent}/media/", text)
         text = re.sub(r"\b(0\.0\.0\.0|127\.0\.0\.1|worker|engine|gateway):(\d+)", self._address, text)
         return re.sub(r"^0\.0\.0\.0$", "127.0.0.1", re.sub(r"^\d{4,5}$", lambda found: self.port(found[0]), text))
 

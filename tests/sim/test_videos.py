@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.sim.watch import Watch, watch
 
+ENCODED = "examples/workloads/64-videos-encoded.json"
 ROOT = Path(__file__).resolve().parent.parent.parent
 VIDEOS = ROOT / "examples/workloads/64-videos.json"
 
@@ -81,3 +82,13 @@ def test_two_steps_in_flight_fill_a_place_one_step_later() -> None:
     assert [step.scheduled for step in run.steps[:200]] == [step.scheduled for step in watch(VIDEOS).steps[:200]]
     assert run.live["R33"].first_step == 202
     assert len(run.steps) == 429
+
+
+def test_each_video_is_encoded_once_in_the_step_that_starts_its_request() -> None:
+    seen = watch(ROOT / ENCODED)
+    begun = [(step.number, name) for step in seen.steps for name, tokens in step.scheduled.items() if tokens > 1]
+    assert [number for number, _ in begun] == [*range(1, 33), *range(201, 233), *range(401, 409)]
+    assert [name for _, name in begun] == [f"video-{i}" for i in range(1, 65)] + [f"again-{i}" for i in range(1, 9)]
+    encodes = {step.number: step.embeddings for step in seen.steps if step.embeddings}
+    assert encodes == dict.fromkeys([*range(1, 33), *range(201, 233), 401], 6900)
+    assert (seen.steps[0].scheduled, seen.steps[0].waiting) == ({"video-1": 7000}, 71)

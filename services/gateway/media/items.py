@@ -75,8 +75,8 @@ class MediaSettings:
     queue: int = 1024  # items waiting; more are refused
     image_pixels: int = 64_000_000
     image_side: int = 32_768  # pixels along one side
-    free_pixels: int = 8_000_000  # up to here an image may be of any file size
-    pixels_per_byte: int = 256  # beyond them a byte of the file stands for no more pixels than these
+    free_bytes: int = 64 << 20  # that decoding an image may take, whatever the size of its file
+    expansion: int = 1024  # beyond them: bytes that decoding may take for each byte of the file
     video_pixels: int = 16_777_216  # of one frame
     video_frames: int = 36_000  # in the file: 20 minutes at 30 a second
     chosen_frames: int = 768  # taken from it

@@ -15,7 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from services.common.errors import InvalidArgument, Unavailable
+from services.common.errors import Unavailable
+from services.gateway.media.faults import fault
 from services.gateway.media.items import MediaOptions, MediaSettings, PixelSettings, Processed, item_hash
 from services.gateway.media.processes import MediaProcesses, Refused
 from services.gateway.media.store import BlobStore, Pin
@@ -78,7 +79,7 @@ class MediaSide:
             try:
                 processed = await self._join(name, data, pixels, options)
             except Refused as refused:
-                raise InvalidArgument(f"{where}: {refused}", field=where) from None
+                raise fault(refused.reason, where, refused.words) from None
             pin = self.store.pin(name)
             if pin is not None:
                 return Prepared(processed, pin)

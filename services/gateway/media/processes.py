@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import ResourceExhausted, internal
+from services.gateway.media.faults import MALFORMED, TOO_LARGE, Reason
 from services.gateway.media.frames import HEAD, Frame, pack
 from services.gateway.media.items import MediaOptions, MediaSettings, PixelSettings, Processed
 
@@ -39,6 +40,11 @@ _ENVIRONMENT = {
 
 class Refused(Exception):
     """What is wrong with an item; the text goes on from "messages[0].content[1]: "."""
+
+    def __init__(self, words: str, reason: Reason = MALFORMED) -> None:
+        super().__init__(words)
+        self.words = words
+        self.reason = reason
 
 
 class _Lost(Exception):
@@ -77,6 +83,16 @@ class _Child:
             await child.end()
             raise
         return child
+
+    @property
+    def gone(self) -> bool:
+        """Whether it has ended while it had nothing to do, say for want of memory elsewhere."""
+        try:
+            return not self._end.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            return True
 
     async def send(self, frame: Frame, data: bytes = b"") -> None:
         """One frame, and the bytes that belong to it."""
@@ -151,14 +167,15 @@ class MediaProcesses:
         self.started = 0
         self.waiting = 0
         self._idle: list[_Child] = []
+        self._all: set[_Child] = set()
         self._slots = asyncio.Semaphore(settings.processes)
         self._room = _Room(settings.decode_bytes)
         self._runs: set[asyncio.Task[Processed]] = set()
 
     @property
     def pids(self) -> list[int]:
-        """Of the children that are idle."""
-        return [child.process.pid for child in self._idle]
+        """Of all children."""
+        return [child.process.pid for child in self._all]
 
     async def start(self) -> None:
         """Starts all children now, so that the first items need not wait for it."""
@@ -185,15 +202,29 @@ class MediaProcesses:
         if not run.cancelled():
             run.exception()  # its request may have gone
 
+    async def _next(self) -> _Child:
+        while self._idle:
+            child = self._idle.pop()
+            if not child.gone:
+                return child
+            await self._end(child)
+        return await self._start()
+
     async def _start(self) -> _Child:
         self.started += 1
         try:
-            return await _Child.start(self.settings)
+            child = await _Child.start(self.settings)
         except (_Lost, TimeoutError, OSError) as error:
             raise internal(f"a media process did not start: {error or type(error).__name__}") from None
+        self._all.add(child)
+        return child
+
+    async def _end(self, child: _Child) -> int:
+        self._all.discard(child)
+        return await child.end()
 
     async def _run(self, data: bytes | Path, pixels: PixelSettings, options: MediaOptions, name: bytes) -> Processed:
-        child = self._idle.pop() if self._idle else await self._start()
+        child = await self._next()
         job: dict[str, Any] = {"pixels": asdict(pixels), "options": asdict(options), "name": name.hex()}
         job |= {"size": len(data)} if isinstance(data, bytes) else {"path": str(data)}
         kept = False
@@ -201,16 +232,16 @@ class MediaProcesses:
             answer = await self._exchange(child, job, data if isinstance(data, bytes) else b"")
             kept = True
         except TimeoutError:
-            raise Refused(f"it was not decoded within {self.settings.seconds:g} s") from None
+            raise Refused(f"it was not decoded within {self.settings.seconds:g} s", TOO_LARGE) from None
         except _Lost:
-            status = await child.end()
+            status = await self._end(child)
             _LOG.warning("a media process ended over an item", extra={"pid": child.process.pid, "status": status})
             raise Refused("a media process ended while it decoded this") from None
         finally:
             if kept:
                 self._idle.append(child)
             else:
-                await child.end()
+                await self._end(child)
         return _read(answer)
 
     async def _exchange(self, child: _Child, job: Frame, data: bytes) -> Frame:
@@ -230,12 +261,12 @@ class MediaProcesses:
             run.cancel()
         await asyncio.gather(*self._runs, return_exceptions=True)
         while self._idle:
-            await self._idle.pop().end()
+            await self._end(self._idle.pop())
 
 
 def _read(answer: Frame) -> Processed:
     if "wrong" in answer:
-        raise Refused(answer["wrong"])
+        raise Refused(answer["wrong"], TOO_LARGE if answer["large"] else MALFORMED)
     if "failed" in answer:
         _LOG.error("a media process could not do its work", extra={"reason": answer["failed"]})
         raise internal("media could not be stored")

@@ -11,12 +11,13 @@ import os
 import resource
 import socket
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from services.gateway.media.child.bad import BadMedia
+from services.gateway.media.child.bad import BadMedia, TooLarge
 from services.gateway.media.child.make import Job, make
 from services.gateway.media.frames import HEAD, LONGEST, Frame, pack
 from services.gateway.media.items import MediaOptions, MediaSettings, PixelSettings
@@ -61,6 +62,7 @@ class Line:
 
 def main() -> None:
     """Serves the socket whose number is the only argument."""
+    warnings.simplefilter("ignore")  # what a library says about a file is not for the gateway's log
     line = Line(socket.socket(fileno=int(sys.argv[1])))
     try:
         limits = MediaSettings(**line.take())
@@ -110,9 +112,9 @@ def _answer(job: Job, limits: MediaSettings, line: Line) -> Mapping[str, Any]:
     try:
         return {"made": {**asdict(make(job, limits, ask)), "hash": job.name.hex()}}
     except BadMedia as error:
-        return {"wrong": str(error)}
+        return {"wrong": str(error), "large": isinstance(error, TooLarge)}
     except MemoryError:
-        return {"wrong": "decoding it takes more memory than a media process may use"}
+        return {"wrong": "decoding it takes more memory than a media process may use", "large": True}
     except (Gone, ConnectionError):
         raise
     except Exception as error:  # not the file's fault: the gateway logs it, and the next item comes

@@ -10,6 +10,10 @@ class BadMedia(Exception):
     """The item cannot be taken. The text goes on from "messages[0].content[1]: "."""
 
 
+class TooLarge(BadMedia):
+    """It is beyond a limit of the server."""
+
+
 BROKEN = (
     ArithmeticError,
     AssertionError,

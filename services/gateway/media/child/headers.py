@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.media.child.bad import BadMedia
+from services.gateway.media.child.bad import BadMedia, TooLarge
 from services.gateway.media.items import MediaSettings
 
 
@@ -24,14 +24,25 @@ def webp_size(data: bytes) -> tuple[int, int] | None:
     raise BadMedia("a broken WebP file")
 
 
-def check_image(width: int, height: int, nbytes: int, limits: MediaSettings) -> None:
-    """Raises BadMedia where an image of this size, in a file of so many bytes, is not taken."""
+def check_image(width: int, height: int, limits: MediaSettings) -> None:
+    """Raises TooLarge where an image of this size is not taken."""
     size = f"{width} x {height} pixels"
     if width < 1 or height < 1:
         raise BadMedia(f"an image of {size}")
     if max(width, height) > limits.image_side:
-        raise BadMedia(f"{size} are too large: a side may have {limits.image_side}")
+        raise TooLarge(f"{size} are too large: a side may have {limits.image_side}")
     if width * height > limits.image_pixels:
-        raise BadMedia(f"{size} are too many: at most {limits.image_pixels} are taken")
-    if width * height > max(limits.free_pixels, nbytes * limits.pixels_per_byte):
-        raise BadMedia(f"{size} from {nbytes} bytes: such a file may hold {limits.free_pixels}")
+        raise TooLarge(f"{size} are too many: at most {limits.image_pixels} are taken")
+
+
+def room_for(pixels: int, each: int, nbytes: int, limits: MediaSettings) -> int:
+    """Bytes to ask for, before so many pixels are decoded at so many bytes each, from a file of `nbytes`.
+
+    A file that unpacks far beyond its size is decoded alone: it is a blank page, or made to harm. Raises TooLarge
+    where it goes so far that it can only be the latter, or costs as much.
+    """
+    need = pixels * each
+    if need > max(limits.free_bytes, nbytes * limits.expansion):
+        raise TooLarge(f"{pixels} pixels from {nbytes} bytes: a file of so few may hold {limits.free_bytes // each}")
+    suspicious = need > max(limits.free_bytes // 4, nbytes * limits.expansion // 4)
+    return limits.decode_bytes if suspicious else need

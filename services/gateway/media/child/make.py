@@ -46,7 +46,7 @@ def _opened(data: bytes | Path) -> BinaryIO:
 def _image(job: Job, limits: MediaSettings, ask: Ask) -> Pixels:
     data = job.data if isinstance(job.data, bytes) else job.data.read_bytes()
     image = open_image(data, limits)
-    ask(decode_bytes(image))
+    ask(decode_bytes(image, len(data), limits))
     whole = pixels_of(image)
     return _resized(whole, image_size(whole.height, whole.width, job.pixels, job.options), job.pixels)
 
@@ -62,9 +62,18 @@ def _video(file: BinaryIO, job: Job, limits: MediaSettings, ask: Ask) -> Clip:
 
 
 def _resized(image: Image.Image, size: Size, pixels: PixelSettings) -> Pixels:
+    """[H, W, C] of that size.
+
+    Images are resized as Pillow does it. Videos always along the width first: so does torchvision, with which the
+    models' own processors resize them, while Pillow takes the cheaper order. The orders differ by up to 30 of 255
+    where sharp edges are cut off at black and white between the passes; in one order Pillow and torchvision differ
+    by at most 1, in less than 1 % of all bytes.
+    """
     height, width = size
-    resized = image.resize((width, height), Image.Resampling[pixels.resample.upper()])
-    return np.asarray(resized.convert("RGB"))
+    method = Image.Resampling[pixels.resample.upper()]
+    if pixels.modality == "video":
+        image = image.resize((width, image.height), method)
+    return np.asarray(image.resize((width, height), method).convert("RGB"))
 
 
 def _written(job: Job, clip: Clip, limits: MediaSettings) -> Processed:

@@ -22,7 +22,7 @@ from av.video.stream import VideoStream
 from numpy.typing import NDArray
 from PIL import Image
 
-from services.gateway.media.child.bad import BadMedia
+from services.gateway.media.child.bad import BadMedia, TooLarge
 from services.gateway.media.items import MediaSettings
 
 _FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,gif,asf"
@@ -76,7 +76,7 @@ def read_video(file: BinaryIO, limits: MediaSettings, choose: Choose, resize: Re
 
 def _check_chosen(chosen: Sequence[Fraction], limits: MediaSettings) -> None:
     if len(chosen) > limits.chosen_frames:
-        raise BadMedia(f"{len(chosen)} frames are too many: at most {limits.chosen_frames} are taken")
+        raise TooLarge(f"{len(chosen)} frames are too many: at most {limits.chosen_frames} are taken")
 
 
 def _open(file: BinaryIO, limits: MediaSettings) -> tuple[InputContainer, VideoStream]:
@@ -104,7 +104,7 @@ _COVER = av.stream.Disposition.attached_pic
 
 def _check_size(width: int, height: int, limits: MediaSettings) -> None:
     if width * height > limits.video_pixels:
-        raise BadMedia(f"frames of {width} x {height} pixels: at most {limits.video_pixels} are taken")
+        raise TooLarge(f"frames of {width} x {height} pixels: at most {limits.video_pixels} are taken")
 
 
 def _packet_times(file: BinaryIO, limits: MediaSettings, ask: Ask) -> list[Fraction]:
@@ -115,7 +115,7 @@ def _packet_times(file: BinaryIO, limits: MediaSettings, ask: Ask) -> list[Fract
     times: list[Fraction] = []
     with container:
         if stream.frames > limits.video_frames:
-            raise BadMedia(f"{stream.frames} frames in the file: at most {limits.video_frames} are taken")
+            raise TooLarge(f"{stream.frames} frames in the file: at most {limits.video_frames} are taken")
         for packet in _packets(container, stream):
             stamp = packet.pts if packet.pts is not None else packet.dts
             base = packet.time_base or stream.time_base
@@ -123,7 +123,7 @@ def _packet_times(file: BinaryIO, limits: MediaSettings, ask: Ask) -> list[Fract
                 continue
             times.append(stamp * base if stamp is not None and base else (times[-1] + step if times else Fraction(0)))
             if len(times) > limits.video_frames:
-                raise BadMedia(f"more than {limits.video_frames} frames in the file: so many are taken")
+                raise TooLarge(f"more than {limits.video_frames} frames in the file: so many are taken")
     if not times:
         raise BadMedia("the video has no frames")
     return sorted(set(times))
@@ -189,7 +189,7 @@ def _time_of(frame: VideoFrame, stream: VideoStream, expected: Sequence[Fraction
 
 def _legacy_turn(stream: VideoStream) -> int:
     """Degrees to turn counter-clockwise, of files that say it in a tag ("rotate", clockwise)."""
-    tag = stream.metadata.get("rotate", "")
+    tag = next((value for key, value in stream.metadata.items() if key.lower() == "rotate"), "")
     return -int(tag) if tag.lstrip("-").isdecimal() else 0
 
 

@@ -1,0 +1,1 @@
+"""Tests of images and videos before they reach the engine."""

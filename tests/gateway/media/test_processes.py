@@ -1,0 +1,171 @@
+"""Media processes: what kills one costs one request, and the next is served."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from services.common.errors import ResourceExhausted, TriptychError
+from services.gateway.media.items import MediaOptions, MediaSettings
+from services.gateway.media.processes import MediaProcesses, Refused
+from tests.gateway.media.files import IMAGE, NAME, VIDEO, counting, encoded, noise, png, read_blob, video
+
+PICTURE = encoded(Image.fromarray(noise(64, 96)), "PNG")
+
+
+@asynccontextmanager
+async def running(folder: Path, **settings: Any) -> AsyncIterator[MediaProcesses]:
+    processes = MediaProcesses(MediaSettings(str(folder), **{"processes": 1, **settings}))
+    try:
+        yield processes
+    finally:
+        await processes.close()
+
+
+async def _ask(processes: MediaProcesses, data: bytes | Path, name: bytes = NAME) -> None:
+    await processes.process(data, IMAGE, MediaOptions(), name)
+
+
+def _endless(folder: Path) -> Path:
+    """A file that never ends to be read: a pipe whose other end is open and silent."""
+    path = folder / "pipe"
+    os.mkfifo(path)
+    os.open(path, os.O_RDWR)
+    return path
+
+
+async def _until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110 (there is no event: that a child is at work is seen from outside)
+        await asyncio.sleep(0.01)
+
+
+async def test_items_become_blobs(tmp_path: Path) -> None:
+    async with running(tmp_path) as processes:
+        image = await processes.process(PICTURE, IMAGE, MediaOptions(), bytes(32))
+        moving = await processes.process(video(counting(8)), VIDEO, MediaOptions(), b"v" * 32)
+    assert (image.hash, image.grid, image.embeddings) == (bytes(32), (1, 4, 6), 6)
+    assert (moving.modality, moving.grid[0]) == ("video", 2)
+    assert moving.times == pytest.approx((0.1, 0.6))
+    head, patches = read_blob((tmp_path / (b"v" * 32).hex()).read_bytes())
+    assert head.modality == "video"
+    assert len(patches) == moving.grid[0] * moving.grid[1] * moving.grid[2]
+
+
+async def test_a_killed_process_costs_one_request(tmp_path: Path) -> None:
+    async with running(tmp_path) as processes:
+        victim = asyncio.create_task(_ask(processes, _endless(tmp_path)))
+        after = asyncio.create_task(_ask(processes, PICTURE))
+        await _until(lambda: processes.pids)
+        os.kill(processes.pids[0], signal.SIGKILL)
+        with pytest.raises(Refused, match="a media process ended"):
+            await victim
+        await after
+        assert processes.started == 2
+
+
+async def test_a_process_that_died_idle_costs_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path) as processes:
+        await processes.start()
+        os.kill(processes.pids[0], signal.SIGKILL)
+        await asyncio.sleep(0.1)
+        await _ask(processes, PICTURE)
+        assert processes.started == 2
+
+
+async def test_time_is_limited(tmp_path: Path) -> None:
+    async with running(tmp_path, seconds=1.0) as processes:
+        with pytest.raises(Refused, match="within 1 s"):
+            await _ask(processes, _endless(tmp_path))
+        await _ask(processes, PICTURE)
+
+
+async def test_memory_is_limited(tmp_path: Path) -> None:
+    """An image that its limits allow, and the process's memory does not."""
+    large = encoded(Image.fromarray(noise(3000, 3000)), "JPEG")
+    async with running(tmp_path, memory_bytes=32 << 20) as processes:
+        with pytest.raises(Refused, match="memory"):
+            await _ask(processes, large)
+        await _ask(processes, PICTURE)
+        assert processes.started == 1
+
+
+async def test_what_is_wrong_is_told(tmp_path: Path) -> None:
+    async with running(tmp_path) as processes:
+        with pytest.raises(Refused, match="a broken image"):
+            await _ask(processes, PICTURE[:-100])
+        with pytest.raises(Refused, match="12000 x 12000") as told:
+            await _ask(processes, png(12_000, 12_000, bytes(68)))
+        assert told.value.reason == "MEDIA_TOO_LARGE"
+        assert processes.started == 1
+    assert not os.listdir(tmp_path)
+
+
+async def test_what_is_nobodys_fault_is_an_error_of_the_server(tmp_path: Path) -> None:
+    async with running(tmp_path) as processes:
+        with pytest.raises(TriptychError, match="could not be stored") as told:
+            await _ask(processes, tmp_path / "missing")
+        assert told.value.http_status == 500
+        with pytest.raises(TriptychError):
+            await processes.process(PICTURE, replace(IMAGE, resample="none"), MediaOptions(), NAME)  # type: ignore[arg-type]
+        await _ask(processes, PICTURE)
+
+
+async def test_the_queue_is_limited(tmp_path: Path) -> None:
+    async with running(tmp_path, queue=1) as processes:
+        pipe = _endless(tmp_path)
+        first, second = (asyncio.create_task(_ask(processes, pipe)) for _ in range(2))
+        await _until(lambda: processes.pids and processes.waiting == 1)
+        with pytest.raises(ResourceExhausted, match="waiting"):
+            await _ask(processes, PICTURE)
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        assert processes.waiting == 0
+        os.kill(processes.pids[0], signal.SIGKILL)
+        await asyncio.gather(first, return_exceptions=True)
+        await _ask(processes, PICTURE)
+
+
+async def test_one_that_goes_away_leaves_its_process(tmp_path: Path) -> None:
+    async with running(tmp_path) as processes:
+        gone = asyncio.create_task(_ask(processes, PICTURE, b"g" * 32))
+        await _until(lambda: processes.started)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        await _ask(processes, PICTURE)
+        assert processes.started == 1
+        assert (tmp_path / (b"g" * 32).hex()).exists()
+
+
+async def test_large_items_wait_for_each_other(tmp_path: Path) -> None:
+    """Two that together are more than may be taken: both are made."""
+    pictures = [encoded(Image.fromarray(noise(400, 600, seed=seed)), "PNG") for seed in range(4)]
+    async with running(tmp_path, processes=2, decode_bytes=1 << 20) as processes:
+        await asyncio.gather(*(_ask(processes, data, bytes([seed]) * 32) for seed, data in enumerate(pictures)))
+    assert len(os.listdir(tmp_path)) == 4
+
+
+def _limits(pid: int) -> str:
+    return Path(f"/proc/{pid}/limits").read_text()
+
+
+async def test_processes_run_behind_the_gateway_and_end_with_it(tmp_path: Path) -> None:
+    async with running(tmp_path, nice=7) as processes:
+        await processes.start()
+        pid = processes.pids[0]
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpriority(os.PRIO_PROCESS, pid) == min(own + 7, 19)
+        limits = _limits(pid)
+        assert "Max core file size        0" in limits
+        assert "Max open files            64" in limits
+    assert not processes.pids
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

@@ -155,6 +155,7 @@ async def test_a_blob_that_vanishes_between_submit_and_step(cluster: Cluster, le
     assert counts(cluster) == (made + 1, encoded + 1, missing), "its gateway still had it"
 
 
+@pytest.mark.slow
 async def test_a_miss_is_put_back_and_the_client_sees_a_pause(model: Path, script: Path, tmp_path: Path) -> None:
     """The worker can't fetch here: the gateway announces an address at which nobody answers."""
     worker = {**SIMULATED, "script": script}

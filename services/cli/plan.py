@@ -45,6 +45,8 @@ async def _print_plan(cluster: Cluster, address: str, engine: EngineSettings) ->
             max_model_len=engine.max_model_len or loaded.model.max_model_len,
             block_size=engine.block_size,
             kv_cache_bytes=engine.kv_cache_bytes,
+            encoder_budget=engine.encoder_budget,
+            encoder_cache_size=engine.encoder_cache_size,
         )
         plan: worker_pb2.PlanMemoryResponse = await stub.PlanMemory(request)
     print(table(loaded, plan, request))

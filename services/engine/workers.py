@@ -176,6 +176,8 @@ class WorkerGroup:
                 max_model_len=max_model_len,
                 block_size=settings.block_size,
                 kv_cache_bytes=wanted or None,
+                encoder_budget=settings.encoder_budget,
+                encoder_cache_size=settings.encoder_cache_size,
             )
         )
         _log.info("memory planned", summary=plan.summary)

@@ -160,15 +160,16 @@ class Multimodal:
     def plan_bytes(self, shape: CacheShape) -> int:
         """What encoding, outputs and the rows of a batch take at most.
 
-        No item has more embeddings than the context has tokens, nor do all outputs that the engine wants kept by
-        default.
+        No item has more embeddings than the context has tokens, than the engine lets a step encode, or than the
+        processor makes of a frame, which is what the encoder takes at once.
         """
         if self._encoder is None:
             return 0
         config = self._encoder.config
         row_bytes = config.parts * config.output_size * self._encoder.dtype.itemsize
-        largest = min(config.largest_frame or shape.max_model_len * config.merged, shape.max_model_len * config.merged)
-        rows = shape.max_model_len + shape.max_num_batched_tokens
+        largest = min(shape.encoder_budget or shape.max_model_len, shape.max_model_len) * config.merged
+        largest = min(config.largest_frame or largest, largest)
+        rows = (shape.encoder_cache_size or shape.max_model_len) + shape.max_num_batched_tokens
         return self._encoder.pass_bytes(largest) + rows * row_bytes
 
 

@@ -200,6 +200,8 @@ class CacheShape:
     max_num_seqs: int  # rows
     max_model_len: int  # tokens
     max_num_batched_tokens: int
+    encoder_budget: int = 0  # media embeddings that one step encodes at most; 0: as many as a sequence has tokens
+    encoder_cache_size: int = 0  # and that are kept; 0: the same
 
 
 @dataclass(slots=True, frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,8 @@ def test_the_plan_counts_the_encoder(folder: Path) -> None:
     row_bytes = 3 * 64 * 4
     # the processor's images have 131072 / 16^2 = 512 patches at most; 256 tokens stand for twice as many
     assert media.plan_bytes(shape) == model.encoder.pass_bytes(512) + (256 + 128) * row_bytes
+    kept = replace(shape, encoder_budget=100, encoder_cache_size=1000)
+    assert media.plan_bytes(kept) == model.encoder.pass_bytes(400) + (1000 + 128) * row_bytes
     plan = text.plan_memory(shape, 1 << 20)
     assert plan.weight_bytes == loaded.weight_bytes
     assert plan.step_bytes >= media.plan_bytes(shape)

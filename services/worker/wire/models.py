@@ -82,6 +82,8 @@ def decode_shape(request: worker_pb2.PlanMemoryRequest | worker_pb2.InitCacheReq
         max_num_seqs=request.max_num_seqs,
         max_model_len=request.max_model_len,
         max_num_batched_tokens=request.max_num_batched_tokens,
+        encoder_budget=request.encoder_budget if isinstance(request, worker_pb2.PlanMemoryRequest) else 0,
+        encoder_cache_size=request.encoder_cache_size if isinstance(request, worker_pb2.PlanMemoryRequest) else 0,
     )
     for name in ("num_blocks", "block_size", "max_num_seqs", "max_model_len", "max_num_batched_tokens"):
         if not getattr(shape, name):

@@ -104,7 +104,7 @@ class Prompts:
         size = sum(len(message.text) for message in conversation.messages)
         try:
             if self._attachments is not None:
-                self._attachments.check_texts(conversation.messages)
+                self._attachments.check_texts(messages)
             text = await self._pool.run(lambda _: talk.template.render(conversation), size=size)
         except InvalidArgument as error:
             raise _spelled(error, caller) from None

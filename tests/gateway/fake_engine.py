@@ -102,6 +102,7 @@ class FakeEngine:
     incarnation: int = 1
     model: str = "bytes"
     context: int = CONTEXT
+    vocab_size: int = VOCAB
     ready: bool = True
     files: dict[str, bytes] = field(default_factory=text_files)
     submits: list[engine_pb2.Submit] = field(default_factory=list)
@@ -280,7 +281,7 @@ class Servicer(engine_pb2_grpc.EngineServiceServicer):
             model=common_pb2.ModelInfo(
                 name=self.fake.model,
                 architecture="llama",
-                vocab_size=VOCAB,
+                vocab_size=self.fake.vocab_size,
                 max_model_len=self.fake.context * 2,
                 fingerprint=digest,
                 dtype="float32",

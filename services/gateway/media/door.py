@@ -6,13 +6,16 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 
-from services.common.errors import TriptychError
+from services.common.errors import InvalidArgument, TriptychError
 from services.gateway.media.faults import TOO_MANY, fault
 from services.gateway.media.items import MediaOptions, PixelSettings
 from services.gateway.media.prepare import MediaSide, Prepared
 from services.gateway.media.sources import Sources
 from services.gateway.metrics import MediaMetrics
 from services.gateway.parts import MediaPart
+
+_UNNAMED: Mapping[type[TriptychError], str] = {InvalidArgument: "MEDIA_UNDECODABLE"}
+"""What a process says of an item that it can't read."""
 
 
 class MediaDoor:
@@ -60,10 +63,11 @@ class MediaDoor:
     async def _one(self, part: MediaPart, pixels: PixelSettings, options: MediaOptions, salt: str) -> Prepared:
         began = time.monotonic()
         try:
-            found = await self._sources.read(part, salt)
-            prepared = await self._side.prepare(found.data, pixels, options, part.where, digest=found.digest)
+            async with self._sources.room(part):
+                found = await self._sources.read(part, salt)
+                prepared = await self._side.prepare(found.data, pixels, options, part.where, digest=found.digest)
         except TriptychError as error:
-            self._metrics.failed(part.modality, error.reason or error.kind)
+            self._metrics.failed(part.modality, error.reason or _UNNAMED.get(type(error), error.kind))
             raise
         self._metrics.prepared(part.modality, time.monotonic() - began)
         return prepared

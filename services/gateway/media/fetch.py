@@ -25,8 +25,6 @@ from services.gateway.media.faults import MALFORMED, REFUSED, UNREACHABLE, fault
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _HEADERS: Final = {"User-Agent": "triptych", "Accept": "image/*, video/*", "Accept-Encoding": "identity"}
 _TEXTS: Final = ("text/", "application/json", "application/xhtml+xml")
-_AT_ONCE: Final = 32
-"""Fetches of one process; others wait, so that what is held of them in memory is bounded."""
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """(host, port) to its addresses, all of them."""
@@ -89,12 +87,11 @@ class Fetcher:
         self._hosts = Hosts(remote.hosts)
         self._resolve = resolve
         self._reach = reach
-        self._room = asyncio.Semaphore(_AT_ONCE)
 
     async def fetch(self, url: str, where: str) -> bytes:
         """The bytes behind a URL. Raises InvalidArgument at `where`; connects to no address that is not public."""
         try:
-            async with self._room, asyncio.timeout(self._remote.timeout_s):
+            async with asyncio.timeout(self._remote.timeout_s):
                 return await self._follow(_parsed(url, where), where)
         except TimeoutError:
             raise fault(UNREACHABLE, where, f"nothing within {self._remote.timeout_s:g} s") from None

@@ -10,6 +10,7 @@ import asyncio
 import binascii
 import re
 import stat
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 from urllib.parse import unquote
@@ -24,6 +25,8 @@ _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*:", re.I)
 _LONGEST_HEAD: Final = 256
 _PIECE: Final = 1 << 20
 """Characters that are decoded without a break; a multiple of 4."""
+_AT_ONCE: Final = 16
+"""Items of one process, fetched ones and others apart: slow hosts hold up nothing else."""
 _SMALL: Final = 64 * 1024
 
 
@@ -49,7 +52,18 @@ class Sources:
         self._max_bytes = max_bytes
         self._uploads = uploads
         self._fetcher = fetcher
+        self._remote = asyncio.Semaphore(_AT_ONCE)
+        self._local = asyncio.Semaphore(_AT_ONCE)
         self._files = Path(files).resolve() if files else None
+
+    def room(self, part: MediaPart) -> AbstractAsyncContextManager[None]:
+        """Around reading a part and making its item: so many at once of what is not here yet, for memory's sake."""
+        if isinstance(part.source, str):
+            if part.source[:5].lower() == "data:":
+                return nullcontext()
+            if part.source[:4].lower() == "http":
+                return self._remote
+        return self._local
 
     async def read(self, part: MediaPart, salt: str) -> Sourced:
         """The bytes of a part. Names are known among requests of equal salt.

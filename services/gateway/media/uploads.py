@@ -28,7 +28,7 @@ _BETWEEN = 256
 
 
 class Uploads:
-    """The folder. Every method reads or writes files: call them in threads."""
+    """The folder. All but `begin` reads or writes content: to be called in threads."""
 
     def __init__(self, folder: Path, limit_bytes: int, max_bytes: int) -> None:
         self._folder = folder

@@ -17,8 +17,7 @@ async def upload(uploads: Uploads, pieces: AsyncIterator[gateway_pb2.UploadMedia
     """Keeps the file; its SHA-256. Nothing of it is left where that fails."""
     expected: bytes | None = None
     first = True
-    file = await asyncio.to_thread(uploads.begin)
-    with file:
+    with uploads.begin() as file:
         while (piece := await _next(pieces)) is not None:
             if piece.HasField("sha256"):
                 expected = _expected(piece.sha256, first)

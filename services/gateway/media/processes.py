@@ -267,6 +267,8 @@ class MediaProcesses:
 def _read(answer: Frame) -> Processed:
     if "wrong" in answer:
         raise Refused(answer["wrong"], TOO_LARGE if answer["large"] else MALFORMED)
+    if "full" in answer:
+        raise ResourceExhausted("media_dir has no room for another item; try again later", retry_after_ms=1000)
     if "failed" in answer:
         _LOG.error("a media process could not do its work", extra={"reason": answer["failed"]})
         raise internal("media could not be stored")

@@ -80,7 +80,7 @@ _MOST: Mapping[str, int] = {
     "num_frames": 1_000_000,
     "min_frames": 1_000_000,
     "max_frames": 1_000_000,
-    "min_pixels": 1 << 30,
-    "max_pixels": 1 << 30,
+    "min_pixels": 1 << 26,
+    "max_pixels": 1 << 26,
 }
 """Far above what any model is made for; what the server takes is less, and is checked when the item is known."""

@@ -111,7 +111,11 @@ def turned(data: bytes, matrix: tuple[int, int, int, int]) -> bytes:
 def frames_of(data: bytes, choose: Callable[[Sequence[Fraction]], list[int]], **limits: Any) -> Clip:
     """The chosen frames of a video, as they are."""
     return read_video(
-        io.BytesIO(data), MediaSettings(".", **limits), choose, lambda _, __, image: np.asarray(image), lambda _: None
+        io.BytesIO(data),
+        MediaSettings(".", **limits),
+        choose,
+        lambda count, header, need: None,
+        lambda count, whole, image: np.asarray(image),
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from services.gateway.media.child.bad import BadMedia
+from services.gateway.media.child.bad import BadMedia, TooLarge
 from services.gateway.media.child.make import Job, make
 from services.gateway.media.items import MediaOptions, MediaSettings
 from services.gateway.processors.rules import MediaRules
@@ -134,6 +134,16 @@ def test_room_is_asked_for_before_pixels_are_made(tmp_path: Path) -> None:
             make(Job(data, pixels, MediaOptions(), NAME), MediaSettings(str(tmp_path)), refuse)
         assert told.value.args[0] >= 64 * 96 * 3
     assert not list(tmp_path.iterdir())
+
+
+def test_more_patches_than_are_kept_are_refused(tmp_path: Path) -> None:
+    limits = MediaSettings(str(tmp_path), store_bytes=36_863)
+    for data, pixels, told in (
+        (encoded(Image.fromarray(noise(64, 96)), "PNG"), IMAGE, "1 x 96 x 64 pixels"),
+        (video(counting(8, 64, 96), rate=1), VIDEO, "8 x 96 x 64 pixels"),
+    ):
+        with pytest.raises(TooLarge, match=told):
+            make(Job(data, pixels, MediaOptions(), NAME), limits, lambda _: None)
 
 
 def test_nothing_is_left_of_an_item_that_fails(tmp_path: Path) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from PIL import Image
 
 from services.common.errors import ResourceExhausted, TriptychError
@@ -58,6 +62,47 @@ async def test_items_become_blobs(tmp_path: Path) -> None:
     head, patches = read_blob((tmp_path / (b"v" * 32).hex()).read_bytes())
     assert head.modality == "video"
     assert len(patches) == moving.grid[0] * moving.grid[1] * moving.grid[2]
+
+
+def test_under_the_loop_of_the_gateway(tmp_path: Path) -> None:
+    async def one() -> None:
+        async with running(tmp_path) as processes:
+            await _ask(processes, encoded(Image.fromarray(noise(900, 1200)), "PNG"))
+            with pytest.raises(Refused):
+                await _ask(processes, b"")
+
+    uvloop.run(one())
+
+
+async def test_no_signal_to_their_group_ends_them(tmp_path: Path) -> None:
+    """Ctrl-C and SIGTERM reach all of a terminal's or a container's processes; requests may still have to end."""
+    async with running(tmp_path) as processes:
+        await processes.start()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(processes.pids[0], number)
+        await _ask(processes, PICTURE)
+        assert processes.started == 1
+
+
+def test_they_end_where_the_gateway_is_killed(tmp_path: Path) -> None:
+    """Even one that waits for its file without an end."""
+    pipe = _endless(tmp_path)
+    code = (
+        "import asyncio, pathlib; from services.gateway.media.items import MediaSettings, MediaOptions;"
+        "from services.gateway.media.processes import MediaProcesses; from tests.gateway.media.files import IMAGE\n"
+        "async def main():\n"
+        f"    processes = MediaProcesses(MediaSettings({str(tmp_path)!r}, processes=1)); await processes.start()\n"
+        "    print(processes.pids[0], flush=True)\n"
+        f"    await processes.process(pathlib.Path({str(pipe)!r}), IMAGE, MediaOptions(), bytes(32))\n"
+        "asyncio.run(main())"
+    )
+    gateway = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert gateway.stdout is not None
+    pid = int(gateway.stdout.readline())
+    gateway.kill()
+    gateway.communicate()
+    while Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+        time.sleep(0.01)
 
 
 async def test_a_killed_process_costs_one_request(tmp_path: Path) -> None:

@@ -6,9 +6,12 @@ end) ends the process, and the gateway starts another.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import os
 import resource
+import signal
 import socket
 import sys
 import warnings
@@ -63,6 +66,7 @@ class Line:
 def main() -> None:
     """Serves the socket whose number is the only argument."""
     warnings.simplefilter("ignore")  # what a library says about a file is not for the gateway's log
+    _end_with_gateway()
     line = Line(socket.socket(fileno=int(sys.argv[1])))
     try:
         limits = MediaSettings(**line.take())
@@ -74,6 +78,16 @@ def main() -> None:
             del job
     except (Gone, ConnectionError):
         return
+
+
+def _end_with_gateway() -> None:
+    """The gateway ends this process, or the system does where the gateway was killed; no signal to their group does."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+_PR_SET_PDEATHSIG = 1
 
 
 def _limit(limits: MediaSettings) -> None:
@@ -118,6 +132,8 @@ def _answer(job: Job, limits: MediaSettings, line: Line) -> Mapping[str, Any]:
     except (Gone, ConnectionError):
         raise
     except Exception as error:  # not the file's fault: the gateway logs it, and the next item comes
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return {"full": True}
         return {"failed": f"{type(error).__name__}: {error}"}
 
 

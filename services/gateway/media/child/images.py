@@ -62,7 +62,10 @@ def decode_bytes(image: Image.Image, nbytes: int, limits: MediaSettings) -> int:
     each = _EACH.get(image.mode, 9)
     if image.format == "WEBP":
         each = _WEBP_BYTES
-    elif image.format == "JPEG":  # turned, which is a second copy, or progressive, with all coefficients at once
+    elif image.format in (
+        "JPEG",
+        "MPO",
+    ):  # may be turned, a second copy, or progressive: all coefficients at once
         each = 4 * each if image.mode == "L" else 11
     return room_for(image.width * image.height, each, nbytes, limits)
 

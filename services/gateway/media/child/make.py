@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -12,13 +12,17 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image
 
+from services.gateway.media.child.bad import TooLarge
 from services.gateway.media.child.images import decode_bytes, open_image, pixels_of
 from services.gateway.media.child.patches import write_patches
-from services.gateway.media.child.videos import Ask, Clip, Pixels, Size, read_video
+from services.gateway.media.child.videos import Clip, Pixels, Size, read_video
 from services.gateway.media.items import MediaOptions, MediaSettings, PixelSettings, Processed
 from services.gateway.media.sizes import choose_frames, image_size, patch_times, video_size
 from services.gateway.media.store import writing
 from services.gateway.media.wire import blob_head
+
+Ask = Callable[[int], None]
+"""Waits until so many bytes may be taken."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -46,7 +50,8 @@ def _opened(data: bytes | Path) -> BinaryIO:
 def _image(job: Job, limits: MediaSettings, ask: Ask) -> Pixels:
     data = job.data if isinstance(job.data, bytes) else job.data.read_bytes()
     image = open_image(data, limits)
-    ask(decode_bytes(image, len(data), limits))
+    need = decode_bytes(image, len(data), limits)
+    ask(need + _result(1, image_size(image.height, image.width, job.pixels, job.options), job, limits))
     whole = pixels_of(image)
     return _resized(whole, image_size(whole.height, whole.width, job.pixels, job.options), job.pixels)
 
@@ -55,10 +60,22 @@ def _video(file: BinaryIO, job: Job, limits: MediaSettings, ask: Ask) -> Clip:
     def choose(times: Sequence[Fraction]) -> list[int]:
         return choose_frames(times, job.pixels, job.options)
 
+    def admit(count: int, header: Size, decoding: int) -> None:
+        ask(decoding + _result(count, video_size(count, *header, job.pixels, job.options), job, limits))
+
     def resize(count: int, whole: Size, picture: Image.Image) -> Pixels:
         return _resized(picture, video_size(count, *whole, job.pixels, job.options), job.pixels)
 
-    return read_video(file, limits, choose, resize, ask)
+    return read_video(file, limits, choose, admit, resize)
+
+
+def _result(frames: int, size: Size, job: Job, limits: MediaSettings) -> int:
+    """Bytes in memory of so many resized frames. Raises TooLarge where their patches are more than the store keeps."""
+    pixels = frames * size[0] * size[1]
+    patches = -(-frames // job.pixels.temporal_patch_size) * job.pixels.temporal_patch_size * size[0] * size[1] * 3
+    if patches > limits.store_bytes:
+        raise TooLarge(f"{frames} x {size[1]} x {size[0]} pixels to encode: {limits.store_bytes} bytes are kept")
+    return pixels * 4
 
 
 def _resized(image: Image.Image, size: Size, pixels: PixelSettings) -> Pixels:

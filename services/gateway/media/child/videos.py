@@ -35,8 +35,8 @@ Pixels = NDArray[np.uint8]
 """[H, W, C]"""
 Resize = Callable[[int, Size, Image.Image], Pixels]
 """Frames that are taken, height and width of the first as it is to be seen, a frame: the frame resized."""
-Ask = Callable[[int], None]
-"""Waits until so many bytes may be taken."""
+Admit = Callable[[int, Size, int], None]
+"""Frames that are taken, their size by the header, bytes that decoding takes: waits for room, or raises BadMedia."""
 
 _BYTES_A_PIXEL = 32
 """What a decoder keeps: up to 16 frames to refer to, at 1.5 bytes, and the frame in colours."""
@@ -51,12 +51,13 @@ class Clip:
     seconds: float = 0.0  # of the video, for each frame that was taken
 
 
-def read_video(file: BinaryIO, limits: MediaSettings, choose: Choose, resize: Resize, ask: Ask) -> Clip:
+def read_video(file: BinaryIO, limits: MediaSettings, choose: Choose, admit: Admit, resize: Resize) -> Clip:
     """The chosen frames. Raises BadMedia."""
     try:
-        expected = _packet_times(file, limits, ask)
+        header, expected = _packet_times(file, limits)
         chosen = [expected[index] for index in choose(expected)]
         _check_chosen(chosen, limits)
+        admit(len(chosen), header, header[0] * header[1] * _BYTES_A_PIXEL)
         clip, decoded = _decode(file, limits, expected, chosen, resize)
         if decoded is not None:
             if not decoded:
@@ -107,10 +108,10 @@ def _check_size(width: int, height: int, limits: MediaSettings) -> None:
         raise TooLarge(f"frames of {width} x {height} pixels: at most {limits.video_pixels} are taken")
 
 
-def _packet_times(file: BinaryIO, limits: MediaSettings, ask: Ask) -> list[Fraction]:
-    """The times of all frames, in order, as the packets say; nothing is decoded."""
+def _packet_times(file: BinaryIO, limits: MediaSettings) -> tuple[Size, list[Fraction]]:
+    """Height and width by the header, and the times of all frames, in order, by the packets; nothing is decoded."""
     container, stream = _open(file, limits)
-    ask(stream.codec_context.width * stream.codec_context.height * _BYTES_A_PIXEL)
+    header = (max(1, stream.codec_context.height), max(1, stream.codec_context.width))
     step = 1 / stream.average_rate if stream.average_rate else Fraction(1, 25)
     times: list[Fraction] = []
     with container:
@@ -126,7 +127,7 @@ def _packet_times(file: BinaryIO, limits: MediaSettings, ask: Ask) -> list[Fract
                 raise TooLarge(f"more than {limits.video_frames} frames in the file: so many are taken")
     if not times:
         raise BadMedia("the video has no frames")
-    return sorted(set(times))
+    return header, sorted(set(times))
 
 
 def _packets(container: InputContainer, stream: VideoStream) -> Iterator[av.Packet[VideoStream]]:

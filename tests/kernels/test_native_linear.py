@@ -69,6 +69,20 @@ def test_rows_are_bit_equal_for_every_count_place_and_number_of_threads(level, k
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_many_rows_and_inputs_go_in_parts_without_a_bit_of_difference(level):
+    library = load(level)
+    for inputs in (608, 1312):
+        packed, weight = make(library, "q4", 104, inputs, torch.randn(104) if inputs % 64 else None)
+        x = whole_numbers(29, inputs)
+        bias = product(library, packed, torch.zeros(1, inputs)).double()
+        alone = torch.cat([product(library, packed, row[None]) for row in x])
+        margin = (2e-6 * 127.0 * weight.abs().sum(1)).max().item()
+        torch.testing.assert_close(alone.double(), x.double() @ weight.T + bias, atol=margin, rtol=1e-5)
+        for count in (23, 24, 25, 29):
+            assert torch.equal(product(library, packed, x[:count]), alone[:count]), (inputs, count)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_spoils_its_own_row_only(level, kind, bad):

@@ -13,7 +13,8 @@ INLINE void tile(const Weight& weight, size_t size, const uint8_t* data, const v
 #if VECTORS
     if constexpr (inputs_of(kind) == BYTES) {
         const Quantized& in = *(const Quantized*)x;
-        bytes_tile<kind, M, C>(data, size, (const int8_t*)in.q + row * K, in.scale + row * (K / GROUP) * 2, K, bias, y, stride, later);
+        const float* scale = in.scale + row * (K / GROUP) * 2;
+        bytes_tile<kind, KEPT, M, C>(data, size, (const int8_t*)in.q + row * K, scale, K / GROUP, K, bias, 0, y, stride, later);
     } else if constexpr (inputs_of(kind) == WORDS) {
         const Quantized& in = *(const Quantized*)x;
         words_tile<M, C>(data, size, (const int16_t*)in.q + row * K, in.scale + row, K, bias, y, stride, later);
@@ -34,19 +35,60 @@ INLINE void some_rows(int64_t rows, const Weight& weight, size_t size, const uin
     if constexpr (M > 1) some_rows<kind, M - 1, C>(rows, weight, size, data, x, row, bias, y, stride, later);
 }
 
-// C column blocks from `block` on, rows [row, end), in tiles of at most M that are as even as can be: a small one is
-// slow. y begins at the block's first column of row 0. `later` is fetched by the first tile.
+// The next tile's rows, where `left` tiles of at most M share out [row, end): as evenly as can be, a small one is slow.
+INLINE int64_t even_share(int64_t row, int64_t end, int64_t left) { return (end - row + left - 1) / left; }
+
+// C column blocks from `block` on, rows [row, end), in tiles of at most M. y begins at the block's first column of row
+// 0. `later` is fetched by the first tile.
 template <Kind kind, int M, int C>
 static void tiles(const Weight& weight, const void* x, int64_t row, int64_t end, int64_t block, float* y, size_t stride, const uint8_t* later) {
     const size_t size = block_bytes(kind, weight.K);
     const uint8_t* data = weight.data + block * size;
     const float* bias = weight.bias ? weight.bias + block * W : nullptr;
     for (int64_t left = (end - row + M - 1) / M; left > 0; left--, later = nullptr) {
-        const int64_t rows = (end - row + left - 1) / left;
+        const int64_t rows = even_share(row, end, left);
         some_rows<kind, M, C>(rows, weight, size, data, x, row, bias, y + row * stride, stride, later);
         row += rows;
     }
 }
+
+#if VECTORS
+// `rows` of them, at most M, with weights that were spread.
+template <int M, int C>
+INLINE void some_spread_rows(int64_t rows, const uint8_t* data, size_t size, const int8_t* q, const float* scale, int groups, size_t K, const float* from, size_t from_stride, float* y, size_t stride) {
+    if (rows == M) return bytes_tile<Q4, SPREAD_OUT, M, C>(data, size, q, scale, groups, K, from, from_stride, y, stride, nullptr);
+    if constexpr (M > 1) some_spread_rows<M - 1, C>(rows, data, size, q, scale, groups, K, from, from_stride, y, stride);
+}
+
+// The same for Q4 and many rows: the weights are spread once for all of them, some groups at a time, which stay in
+// the first cache. Sums go on from what y holds: a float is the same in memory as in a register.
+template <int M, int C>
+static void spread_tiles(const Weight& weight, const Quantized& x, int64_t row, int64_t end, int64_t block, float* y, size_t stride, const uint8_t* later) {
+    constexpr int MOST = (24 << 10) / (C * SPREAD);
+    alignas(64) uint8_t spread_out[C * MOST * SPREAD];
+    const int groups = weight.K / GROUP, parts = (groups + MOST - 1) / MOST;
+    const size_t K = weight.K, size = block_bytes(Q4, K);
+    for (int part = 0; part < parts; part++) {
+        const int first = groups * part / parts, count = groups * (part + 1) / parts - first;
+        for (int c = 0; c < C; c++)
+            for (int g = 0; g < count; g++) {
+                const size_t offset = c * size + (first + g) * group_bytes(Q4);
+                if (later) fetch_lines<group_bytes(Q4)>(later + offset);
+                spread(weight.data + block * size + offset, spread_out + (c * count + g) * SPREAD);
+            }
+        int64_t at = row;
+        for (int64_t left = (end - row + M - 1) / M; left > 0; left--) {
+            const int64_t rows = even_share(at, end, left);
+            float* to = y + at * stride;
+            const float* from = part ? to : weight.bias ? weight.bias + block * W : nullptr;
+            const int8_t* q = (const int8_t*)x.q + at * K + first * GROUP;
+            const float* scale = x.scale + (at * groups + first) * 2;
+            some_spread_rows<M, C>(rows, spread_out, count * SPREAD, q, scale, count, K, from, part ? stride : 0, to, stride);
+            at += rows;
+        }
+    }
+}
+#endif
 
 constexpr int COLUMN_BLOCKS = 4;  // of one item
 constexpr int ROWS = 256;         // of one item, at most: what a weight's blocks are read for
@@ -81,16 +123,19 @@ INLINE const uint8_t* later_than(const Weight& weight, int64_t block, int64_t co
 
 template <Kind kind>
 static void linear_item(const Weight& weight, const void* x, int64_t row, int64_t end, int64_t block, float* y, size_t stride, const Later& later) {
-    constexpr int NARROW = 4;  // rows of a tile of one block
+    constexpr int NARROW = 4;  // rows of a tile of one block, or with weights that are spread: its sums fit the registers
     int64_t last = std::min<int64_t>(weight.blocks(), block + COLUMN_BLOCKS);
     if (last * W > weight.N) {
         last--;
         partial_block<kind, NARROW>(weight, x, row, end, y, stride);
     }
 #if VECTORS
-    constexpr int M = 6, C = 2, FLAT = 2;  // FLAT: rows of a tile of four blocks
+    constexpr int M = 6, C = 2, FLAT = 2, MANY = 24;  // FLAT: rows of a tile of four blocks; MANY: weights are spread
     if (end - row <= FLAT && last - block == 4)
         return tiles<kind, FLAT, 4>(weight, x, row, end, block, y + block * W, stride, later_than(weight, block, 4, later));
+    if (kind == Q4 && end - row >= MANY)
+        for (; block + C <= last; block += C)
+            spread_tiles<NARROW, C>(weight, *(const Quantized*)x, row, end, block, y + block * W, stride, later_than(weight, block, C, later));
     for (; block + C <= last; block += C)
         tiles<kind, M, C>(weight, x, row, end, block, y + block * W, stride, later_than(weight, block, C, later));
 #endif

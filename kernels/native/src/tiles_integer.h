@@ -1,5 +1,5 @@
 // Products of quantized numbers: M rows x C column blocks at a time, a group of 32 inputs after the other.
-// y and bias begin at the tile's first column.
+// y, bias and what a sum goes on from begin at the tile's first column.
 // `later`: the weights of another tile, which are fetched meanwhile; or null.
 #pragma once
 #include "formats.h"
@@ -72,50 +72,85 @@ INLINE void bytes_step(Integers (&sums)[C][M], const Integers (&u)[C], const int
     }
 }
 
+// Q4 as a tile of many rows reads it: a group's low nibbles, its high ones, a byte each, then W floats d and W floats m.
+constexpr int SPREAD = 40 * W;  // bytes of a group of one column block
+
+INLINE void spread(const uint8_t* group, uint8_t* to) {
+    UNROLL
+    for (int step = 0; step < 4; step++) {
+        const Integers u = load<Integers>(group + 4 * W * step);
+        store(to + 4 * W * step, low_nibbles(u));
+        store(to + 4 * W * (step + 4), high_nibbles(u));
+    }
+    const uint16_t* scales = (const uint16_t*)(group + scales_at(Q4));
+    store((float*)(to + 32 * W), from_half(scales));
+    store((float*)(to + 36 * W), from_half(scales + W));
+}
+
+// How a tile reads its weights: as they are kept, or spread.
+enum Form { KEPT, SPREAD_OUT };
+
+template <Kind kind, Form form>
+INLINE constexpr size_t stride_of_groups() { return form == SPREAD_OUT ? SPREAD : group_bytes(kind); }
+
+// d and m of a group: weight = d * u + m.
+template <Kind kind, Form form>
+INLINE void read_scales(const uint8_t* group, F& d, F& m) {
+    if constexpr (form == SPREAD_OUT) {
+        d = load<F>((const float*)(group + 32 * W));
+        m = load<F>((const float*)(group + 36 * W));
+    } else {
+        const uint16_t* scales = (const uint16_t*)(group + scales_at(kind));
+        d = from_half(scales);
+        m = kind == Q4 ? from_half(scales + (kind == Q4 ? W : 0)) : d * -128.0f;
+    }
+}
+
 // The integer sums of one group.
-template <Kind kind, int M, int C>
+template <Kind kind, Form form, int M, int C>
 INLINE void bytes_group(Integers (&sums)[C][M], const uint8_t* group, size_t block, const int8_t* q, size_t K) {
-    constexpr int steps = kind == Q4 ? 4 : 8;
+    constexpr bool nibbles = kind == Q4 && form == KEPT;
+    constexpr int steps = nibbles ? 4 : 8;
     UNROLL
     for (int step = 0; step < steps; step++) {
         Integers u[C], high[C];
         UNROLL
         for (int c = 0; c < C; c++) {
             u[c] = load<Integers>(group + c * block + 4 * W * step);
-            if (kind == Q4) {
+            if (nibbles) {
                 high[c] = high_nibbles(u[c]);
                 u[c] = low_nibbles(u[c]);
             }
         }
         if (step == 0) bytes_step<true>(sums, u, q, K);
         else bytes_step<false>(sums, u, q + 4 * step, K);
-        if (kind == Q4) bytes_step<false>(sums, high, q + 4 * step + 16, K);
+        if (nibbles) bytes_step<false>(sums, high, q + 4 * step + 16, K);
     }
 }
 
-template <Kind kind, int M, int C>
+// Inputs of so many groups; rows of q are K apart, and their scales. y = from + products, where `from` is not null;
+// rows of it are `from_stride` apart.
+template <Kind kind, Form form, int M, int C>
 INLINE void bytes_tile(
-    const uint8_t* weight, size_t block, const int8_t* q, const float* scale, int K, const float* bias, float* y,
-    size_t stride, const uint8_t* later
+    const uint8_t* weight, size_t block, const int8_t* q, const float* scale, int groups, size_t K, const float* from,
+    size_t from_stride, float* y, size_t stride, const uint8_t* later
 ) {
-    const int groups = K / GROUP;
     F acc[C][M];
     UNROLL
     for (int c = 0; c < C; c++)
         UNROLL
-        for (int r = 0; r < M; r++) acc[c][r] = bias ? load<F>(bias + c * W) : F{};
-    for (int g = 0; g < groups; g++, weight += group_bytes(kind), q += GROUP, scale += 2) {
+        for (int r = 0; r < M; r++) acc[c][r] = from ? load<F>(from + r * from_stride + c * W) : F{};
+    for (int g = 0; g < groups; g++, weight += stride_of_groups<kind, form>(), q += GROUP, scale += 2) {
         Integers sums[C][M];
         if (later) fetch_lines<C * group_bytes(kind)>(later + g * C * group_bytes(kind));
-        bytes_group<kind>(sums, weight, block, q, K);
+        bytes_group<kind, form>(sums, weight, block, q, K);
         UNROLL
         for (int c = 0; c < C; c++) {
-            const uint16_t* scales = (const uint16_t*)(weight + c * block + scales_at(kind));
-            const F d = from_half(scales);
-            const F m = kind == Q4 ? from_half(scales + (kind == Q4 ? W : 0)) : d * -128.0f;
+            F d, m;
+            read_scales<kind, form>(weight + c * block, d, m);
             UNROLL
             for (int r = 0; r < M; r++) {
-                const float* s = scale + r * groups * 2;
+                const float* s = scale + r * (K / GROUP * 2);
                 acc[c][r] = fma(to_float(group_total(sums[c][r])), d * s[0], fma(m, s[1], acc[c][r]));
             }
         }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import binascii
+import hashlib
 import re
 import stat
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -75,7 +76,7 @@ class Sources:
         if isinstance(part.source, bytes):
             found = Sourced(await self._uploaded(part.source, part.where), part.source)
         else:
-            found = Sourced(await self._behind(part.source, part))
+            found = await self._behind(part.source, part)
         if not found.data:
             raise fault(MALFORMED, part.where, "empty")
         if part.uuid is not None:
@@ -89,7 +90,7 @@ class Sources:
             raise fault(UNKNOWN, where, "no upload of this hash is here (any more)")
         return data
 
-    async def _behind(self, url: str, part: MediaPart) -> bytes:
+    async def _behind(self, url: str, part: MediaPart) -> Sourced:
         scheme = _SCHEME.match(url)
         match scheme.group().lower() if scheme else "":
             case "data:":
@@ -97,9 +98,9 @@ class Sources:
             case "http:" | "https:":
                 if self._fetcher is None:
                     raise fault(REFUSED, part.where, "this server fetches no media; send a data: URL, or upload it")
-                return await self._fetcher.fetch(url, part.where)
+                return Sourced(await self._fetcher.fetch(url, part.where))
             case "file:":
-                return await asyncio.to_thread(self._file, url, part.where)
+                return Sourced(await asyncio.to_thread(self._file, url, part.where))
         raise fault(MALFORMED, part.where, "no URL of a kind that is taken: https:, http:, data: or file:")
 
     async def _named(self, part: MediaPart, salt: str) -> Sourced:
@@ -111,7 +112,7 @@ class Sources:
             )
         return Sourced(*found)
 
-    async def _decoded(self, url: str, part: MediaPart) -> bytes:
+    async def _decoded(self, url: str, part: MediaPart) -> Sourced:
         """The content of a data: URL; its length is checked before it is decoded."""
         at = url.find(",", 0, _LONGEST_HEAD)
         head = _DATA.fullmatch(url[:at]) if at >= 0 else None
@@ -127,14 +128,14 @@ class Sources:
             raise too_large(part.where, self._max_bytes)
         try:
             if length <= _SMALL:
-                data = _unbase64(url, start)
+                found = _content(url, start)
             else:
-                data = await asyncio.to_thread(_unbase64, url, start)
+                found = await asyncio.to_thread(_content, url, start)
         except ValueError:
             raise fault(MALFORMED, part.where, "the content of the data: URL is no base64") from None
-        if len(data) > self._max_bytes:
+        if len(found.data) > self._max_bytes:
             raise too_large(part.where, self._max_bytes)
-        return data
+        return found
 
     def _file(self, url: str, where: str) -> bytes:
         """A file below the folder; what links lead to counts."""
@@ -162,6 +163,12 @@ class Sources:
         if len(data) > self._max_bytes:
             raise too_large(where, self._max_bytes)
         return data
+
+
+def _content(url: str, start: int) -> Sourced:
+    """What is behind the comma. Its hash is made here: for many items at once it would hold up the event loop."""
+    data = _unbase64(url, start)
+    return Sourced(data, hashlib.sha256(data).digest())
 
 
 def _unbase64(text: str, start: int) -> bytes:

@@ -28,6 +28,8 @@ from services.gateway.text import Envelope, Job
 from services.gateway.trace import TRACEPARENT, request_id_of
 
 Body = dict[str, Any]
+_LONG = 32 * 1024
+"""Bytes of a body from which on a thread reads it."""
 
 
 def parse(body: bytes) -> Body:
@@ -36,6 +38,11 @@ def parse(body: bytes) -> Body:
     if not isinstance(value, dict):
         raise InvalidArgument("body: must be a JSON object", field="body")
     return value
+
+
+async def _parsed(body: bytes) -> Body:
+    """The same; long ones in a thread, because many of them may come at once (measured: 64 of 150 kB, 30 ms)."""
+    return parse(body) if len(body) <= _LONG else await asyncio.to_thread(parse, body)
 
 
 def _envelope(headers: Mapping[str, str]) -> Envelope:
@@ -125,7 +132,7 @@ class Renderer:
 
     async def _chat(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         arrived = time.monotonic()
-        values = parse(body)
+        values = await _parsed(body)
         model = self._model_of(values)
         envelope = _envelope(headers)
         with self._front.arrival():
@@ -141,7 +148,7 @@ class Renderer:
 
     async def _completions(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         arrived = time.monotonic()
-        values = parse(body)
+        values = await _parsed(body)
         model = self._model_of(values)
         envelope = _envelope(headers)
         with self._front.arrival():
@@ -158,7 +165,7 @@ class Renderer:
 
     async def _responses(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         arrived = time.monotonic()
-        values = parse(body)
+        values = await _parsed(body)
         model = self._model_of(values)
         envelope = _envelope(headers)
         with self._front.arrival():
@@ -184,7 +191,7 @@ class Renderer:
 
     async def _embeddings(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         arrived = time.monotonic()
-        values = parse(body)
+        values = await _parsed(body)
         model = self._model_of(values)
         return Reply(await embeddings.answer(self._front, model, values, _envelope(headers), arrived=arrived))
 
@@ -199,7 +206,7 @@ class Renderer:
 
     async def _tokenize(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         del headers
-        values = parse(body)
+        values = await _parsed(body)
         model = self._model_of(values)
         asked = read_fields(values, Api.TOKENIZE)
         ids = await model.text.tokenize_asked(asked)
@@ -210,7 +217,7 @@ class Renderer:
 
     async def _detokenize(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         del headers
-        values = parse(body)
+        values = await _parsed(body)
         model = self._model_of(values)
         asked = read_fields(values, Api.DETOKENIZE)
         if asked.tokens is None:

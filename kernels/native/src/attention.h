@@ -60,6 +60,7 @@ struct Attention {
     const int start = group.start;            // position of the first query
     const bool shared = tile.groups > lanes;  // then every query sees every key
     const int low = std::max(group.low, tile.from), to = tile.to;
+    static constexpr const T* const* NONE = nullptr;  // no units that will be read next
     int rows = 0, lane_rows = 0;  // of all lanes, and of each
 
     // Keys that a token of the group sees, counted from `base`, at most `size`.
@@ -145,7 +146,6 @@ struct Attention {
             if (then >= ahead.tile->to) continue;
             const Group& g = plan.group(*ahead.tile, number % ahead.tile->lanes);
             units.then[u] = ahead.values ? values_of(g, then) : keys_of(g, then);
-            if (sizeof(T) == 4) fetch_unit(units.then[u]);  // products of floats ask for nothing
         }
     }
     int first_of(const Tile& t) const { return std::max(plan.group(t, 0).low, t.from) / UNIT * UNIT; }
@@ -164,21 +164,18 @@ struct Attention {
         const int end = std::min(to, first + bite() * UNIT);
         if (cache.U != UNIT || s.fetched == keys_of(group, first)) return;
         for (int at = first; at < end; at += UNIT)
-            for (int lane = 0; lane < lanes; lane++) fetch_unit(keys_of(of_lane(lane), at));
-    }
-    void fetch_unit(const T* unit) const {
-        for (int i = 0; i < UNIT * A; i += LINE / sizeof(T)) __builtin_prefetch(unit + i);
+            for (int lane = 0; lane < lanes; lane++) {
+                const T* unit = keys_of(of_lane(lane), at);
+                for (int i = 0; i < UNIT * A; i += LINE / sizeof(T)) __builtin_prefetch(unit + i);
+            }
     }
 
     bool widens() const { return sizeof(T) < 4 && lane_rows > 4; }  // as many rows read it: floats are made once
-    const float* widen(const T* unit, int number, const T* then) const {
+    const float* widen(const T* unit, int number) const {
         float* into = s.wide + number * UNIT * A;
-        constexpr int COUNT = LINE / sizeof(T);
-        for (int i = 0; i < UNIT * A; i += COUNT) {
-            __builtin_prefetch(then + i);
+        for (int i = 0; i < UNIT * A; i += UNIT)
             UNROLL
-            for (int v = 0; v < COUNT; v += W) store(into + i + v, wide(unit + i + v));
-        }
+            for (int v = 0; v < UNIT; v += W) store(into + i + v, wide(unit + i + v));
         return into;
     }
     // A unit that not every query sees: zeros where none does. Whether the rest is finite: then a weight of 0 hides it.
@@ -212,10 +209,26 @@ struct Attention {
         Units keys;
         for (int u = 0; u < count; u++) keys.now[u] = keys_at(lane, first + u * UNIT, u);
         look_ahead(keys, lane, count, ahead);
-        if (!widens()) return score_units<T>(q, span, lane_rows, keys.now, keys.then, count, A, scores);
+        if (!widens()) return score_units(q, span, lane_rows, keys.now, keys.then, count, A, scores);
         for (int u = 0; u < count; u++) {
-            const float* floats = widen(keys.now[u], 0, keys.then[u]);
-            score_units<float>(q, span, lane_rows, &floats, &floats, 1, A, scores + u * UNIT);
+            const float* floats = widen(keys.now[u], 0);
+            score_units(q, span, lane_rows, &floats, keys.then + u, 1, A, scores + u * UNIT);
+        }
+    }
+
+    // Of N vectors of scores.
+    template <int N>
+    static void weigh(float* scores, const float* scales, float shift, F& total) {
+        F e[N];
+        UNROLL
+        for (int i = 0; i < N; i++) e[i] = load<F>(scores + i * W) - shift;
+        exps_below_zero(e);
+        UNROLL
+        for (int i = 0; i < N; i++) {
+            total += e[i];
+            // a weight of 0 stays one whatever the scale: it may be NaN
+            if (Cache<T>::SCALED) e[i] = e[i] == 0.0f ? F{} : e[i] * load<F>(scales + i * W);
+            store(scores + i * W, e[i]);
         }
     }
 
@@ -247,13 +260,10 @@ struct Attention {
             // nothing but -inf so far: no weight to any key, and 0 / 0 in the end if it stays so
             const float shift = s.fresh[r] == -INFINITY ? 0.0f : s.fresh[r], factor = s.factor[r];
             F total{};
-            for (int t = begin; t < size; t += W) {
-                const F e = exp_below_zero(load<F>(scores + t) - shift);
-                total += e;
-                // a weight of 0 stays one whatever the scale: it may be NaN
-                if (Cache<T>::SCALED) store(scores + t, e == 0.0f ? F{} : e * load<F>(s.scales[r / lane_rows][1] + t));
-                else store(scores + t, e);
-            }
+            int t = begin;
+            const float* scales = s.scales[r / lane_rows][1];
+            for (; t + 2 * UNIT <= size; t += 2 * UNIT) weigh<2 * UNIT / W>(scores + t, scales + t, shift, total);
+            if (t < size) weigh<UNIT / W>(scores + t, scales + t, shift, total);
             store(sums.total + r * W, fma(load<F>(sums.total + r * W), factor, total));
             for (int d = 0; factor != 1.0f && d < A; d += W) store(out + d, load<F>(out + d) * factor);
         }
@@ -264,20 +274,20 @@ struct Attention {
         Units values;
         for (int u = 0; u < count; u++) values.now[u] = values_at(lane, first + u * UNIT, u);
         look_ahead(values, lane, count, ahead);
-        if (!widens()) return add_units<T>(out, span, 0, lane_rows, weights, values.now, values.then, count, A, 0, UNIT);
+        if (!widens()) return add_units(out, span, 0, lane_rows, weights, values.now, values.then, count, A, 0, UNIT);
         const float* floats[CHUNK / UNIT];
-        for (int u = 0; u < count; u++) floats[u] = widen(values.now[u], u, values.then[u]);
-        add_units<float>(out, span, 0, lane_rows, weights, floats, floats, count, A, 0, UNIT);
+        for (int u = 0; u < count; u++) floats[u] = widen(values.now[u], u);
+        add_units(out, span, 0, lane_rows, weights, floats, values.then, count, A, 0, UNIT);
     }
     void add_partial(float* out, int lane, int at, const float* weights) const {
         const T* values = values_at(lane, at, 0);
         if (tokens > 1 && widen_part(values, at, 0)) {
             const float* floats = s.wide;
-            return add_units<float>(out, span, 0, lane_rows, weights, &floats, &floats, 1, A, 0, UNIT);
+            return add_units(out, span, 0, lane_rows, weights, &floats, NONE, 1, A, 0, UNIT);
         }
         for (int token = 0; token < tokens; token++) {
             const int from = sees_from(token, at), end = sees_to(token, at, UNIT), r = token * heads;
-            if (from < end) add_units<T>(out, span, r, r + heads, weights, &values, &values, 1, A, from, end);
+            if (from < end) add_units(out, span, r, r + heads, weights, &values, NONE, 1, A, from, end);
         }
     }
 

@@ -161,7 +161,8 @@ class Plan {
         const bool few = tiles.size() + groups.size() < size_t(4 * threads) && threads > 1;
         const int64_t piece = few ? std::max<int64_t>(1, segments / (16 * threads)) : INT32_MAX / SEGMENT - 1;
         for (size_t at = 0; at < groups.size();) {
-            const int lanes = few ? 1 : lanes_at(at, threads, A);
+            // where pieces are still many, heads are not what makes threads busy
+            const int lanes = few && segments / piece < 4 * LANES * threads ? 1 : lanes_at(at, few ? 1 : threads, A);
             const Group& first = groups[at];
             const bool alone = shared_[first.row] == 0 && (first.end - 1) / SEGMENT - first.low / SEGMENT < piece;
             const int parts = alone ? 0 : (first.end - 1) / SEGMENT - first.low / SEGMENT + 1;

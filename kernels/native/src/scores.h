@@ -10,23 +10,24 @@ constexpr int CHUNK = 64;  // keys between two corrections of the softmax
 // Registers for sums: all that the set has but those for operands.
 constexpr int SUMS = 12;
 
-// scores[r, 16 n + t] = q[r] . key t of unit n, for M rows and N units [A, 16]. `ahead` are the units that will be
-// read next: a block may lie anywhere, so the processor cannot guess them, and asking for many lines at once would
-// hold up the reads that are waited for. Floats lie in a core's own cache, or are read as they come.
-template <int M, int N, class T>
-INLINE void score_rows(const float* q, int stride, const T* const* keys, const T* const* ahead, int A, float* scores) {
+// scores[r, 16 n + t] = q[r] . key t of unit n, for M rows and N units [A, 16]. `ahead` are the units in the cache that
+// will be read next, or null: a block may lie anywhere, so the processor cannot guess them, and asking for many lines
+// at once would hold up the reads that are waited for.
+template <int M, int N, class T, class S>
+INLINE void score_rows(const float* q, int stride, const T* const* keys, const S* const* ahead, int A, float* scores) {
     constexpr int V = UNIT / W;
     F acc[M][N * V];
-    const T *from[N], *next[N];
+    const T* from[N];
+    const S* next[N];
     UNROLL
-    for (int n = 0; n < N; n++) from[n] = keys[n], next[n] = ahead[n];
+    for (int n = 0; n < N; n++) from[n] = keys[n], next[n] = ahead ? ahead[n] : nullptr;
     UNROLL
     for (int r = 0; r < M; r++)
         UNROLL
         for (int v = 0; v < N * V; v++) acc[r][v] = F{};
-    constexpr int STEP = sizeof(T) < 4 ? LINE / (UNIT * sizeof(T)) : 1;  // A is a multiple of 16
+    constexpr int STEP = LINE / (UNIT * sizeof(S));  // A is a multiple of 16
     for (int first = 0; first < A; first += STEP) {
-        if constexpr (sizeof(T) < 4) {
+        if (ahead) {
             UNROLL
             for (int n = 0; n < N; n++) __builtin_prefetch(next[n] + first * UNIT);
         }
@@ -61,9 +62,9 @@ INLINE void score_rows(const float* q, int stride, const T* const* keys, const T
 
 // out[r] += sum over keys [from, to) of every unit of weights[r, t] * values[t], for M rows and V vectors of columns.
 // Accumulators stay in registers over all units.
-template <int M, int V, class T>
+template <int M, int V, class T, class S>
 INLINE void add_columns(
-    float* out, int stride, const float* weights, const T* const* units, const T* const* ahead, int count, int column,
+    float* out, int stride, const float* weights, const T* const* units, const S* const* ahead, int count, int column,
     int A, int from, int to
 ) {
     F acc[M][V];
@@ -72,10 +73,11 @@ INLINE void add_columns(
         UNROLL
         for (int v = 0; v < V; v++) acc[r][v] = load<F>(out + r * stride + column + v * W);
     for (int u = 0; u < count; u++, weights += UNIT) {
-        const T *values = units[u] + column, *next = ahead[u] + column * UNIT;  // its lines in their order
+        const T* values = units[u] + column;
+        const S* next = ahead ? ahead[u] + column * UNIT : nullptr;  // its lines in their order
 #pragma GCC unroll 2
         for (int t = from; t < to; t++) {
-            if constexpr (sizeof(T) < 4) __builtin_prefetch(next + t * V * W);
+            if (ahead) __builtin_prefetch(next + t * V * W);
             if constexpr (M <= V) {
                 F x[M];
                 UNROLL
@@ -103,6 +105,28 @@ INLINE void add_columns(
         for (int v = 0; v < V; v++) store(out + r * stride + column + v * W, acc[r][v]);
 }
 
+// e^x of each, for x <= 0, step by step for all of them: exp_below_zero of one is a chain, which leaves a core waiting.
+template <int N>
+INLINE void exps_below_zero(F (&x)[N]) {
+    constexpr float terms[] = {8.3333333e-3f, 4.1666667e-2f, 1.6666667e-1f, 0.5f, 1.0f, 1.0f};
+    I whole[N];
+    F rest[N], p[N];
+    UNROLL
+    for (int i = 0; i < N; i++) whole[i] = __builtin_convertvector(x[i] * 1.44269504088896341f - 0.5f, I);
+    UNROLL
+    for (int i = 0; i < N; i++) {
+        const F k = to_float(whole[i]);
+        rest[i] = fma(k, 2.12194440e-4f, fma(k, -0.693359375f, x[i]));
+        p[i] = splat(1.3888889e-3f);
+    }
+    UNROLL
+    for (int term = 0; term < 6; term++)
+        UNROLL
+        for (int i = 0; i < N; i++) p[i] = fma(p[i], rest[i], splat(terms[term]));
+    UNROLL
+    for (int i = 0; i < N; i++) x[i] = x[i] < -87.0f ? F{} : p[i] * (F)((whole[i] + 127) << 23);
+}
+
 constexpr int TALL = VECTORS ? 6 : 3;  // rows whose accumulators fit the registers
 
 // `run` for all rows: as many at once as there are registers for. run(M, r): M a constant.
@@ -123,25 +147,25 @@ INLINE void in_rows(int r, int end, const Run& run) {
 }
 
 // Scores of `rows` rows with `count` units of a chunk. Only the first rows look ahead.
-template <class T>
+template <class T, class S>
 static void score_units(
-    const float* q, int stride, int rows, const T* const* keys, const T* const* ahead, int count, int A, float* scores
+    const float* q, int stride, int rows, const T* const* keys, const S* const* ahead, int count, int A, float* scores
 ) {
     in_rows(0, rows, [&](auto m, int r) {
         constexpr int M = decltype(m)::value, N = VECTORS && 2 * M * (UNIT / W) <= SUMS ? 2 : 1;
-        const T* const* next = r == 0 ? ahead : keys;
+        const auto next = [&](int n) { return ahead && r == 0 ? ahead + n : nullptr; };
         int n = 0;
         for (; n + N <= count; n += N)
-            score_rows<M, N>(q + r * stride, stride, keys + n, next + n, A, scores + r * CHUNK + n * UNIT);
+            score_rows<M, N>(q + r * stride, stride, keys + n, next(n), A, scores + r * CHUNK + n * UNIT);
         if (N > 1 && n < count)
-            score_rows<M, 1>(q + r * stride, stride, keys + n, next + n, A, scores + r * CHUNK + n * UNIT);
+            score_rows<M, 1>(q + r * stride, stride, keys + n, next(n), A, scores + r * CHUNK + n * UNIT);
     });
 }
 
 // out[r] += weights[r] times values, for rows [first, end), whose keys are [from, to) of every unit.
-template <class T>
+template <class T, class S>
 static void add_units(
-    float* out, int stride, int first, int end, const float* weights, const T* const* units, const T* const* ahead,
+    float* out, int stride, int first, int end, const float* weights, const T* const* units, const S* const* ahead,
     int count, int A, int from, int to
 ) {
     const auto columns = [&](auto v, int column) {
@@ -149,8 +173,8 @@ static void add_units(
             constexpr int M = decltype(m)::value, V = decltype(v)::value;
             if constexpr (M * V <= SUMS)
                 add_columns<M, V>(
-                    out + r * stride, stride, weights + r * CHUNK, units, r == first ? ahead : units, count, column, A,
-                    from, to
+                    out + r * stride, stride, weights + r * CHUNK, units, r == first ? ahead : nullptr, count, column,
+                    A, from, to
                 );
         });
     };

@@ -105,7 +105,8 @@ def _load(
     memory: dict[str, int] = {}
     with _one_thread() as threads:
         if config.vision is not None:
-            vision = load_vision(config.vision, source, ops, precision, device)
+            exact = replace(precision, compute=torch.float32) if device.type == "cpu" else precision
+            vision = load_vision(config.vision, source, ops, exact, device)
             encoder, memory = VisionEncoder(config.vision, vision), vision.memory
             source = text_of(source)
         weights = load_weights(config, source, ops, precision, device, threads=threads)

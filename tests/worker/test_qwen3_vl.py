@@ -54,6 +54,17 @@ def answers(model: Any) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
+def expected(model: Any, answers: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+    """Log probabilities [T, V] of every token of each prompt, and of all but the last of its answer."""
+    found = {}
+    for name, prompt in PROMPTS.items():
+        logits_TV = oracle_logits(model, prompt, answers[name][:-1])
+        assert logits_TV.std() > 1  # that a mistake shows
+        found[name] = torch.log_softmax(logits_TV, dim=1)
+    return found
+
+
+@pytest.fixture(scope="module")
 def loaded(folder: Path) -> TorchRunner:
     return runner_of(folder, ALL)
 
@@ -79,7 +90,9 @@ def logprobs(output: StepOutput) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("ops", ["native", "torch", "reference"])
 @pytest.mark.parametrize("cut", [False, True])
-def test_logits_and_greedy_tokens(folder: Path, model: Any, answers: dict[str, list[int]], ops: str, cut: bool) -> None:
+def test_logits_and_greedy_tokens(
+    folder: Path, answers: dict[str, list[int]], expected: dict[str, torch.Tensor], ops: str, cut: bool
+) -> None:
     driver = Driver(runner_of(folder, ALL, ops=ops))
     asks = {"logprobs": VOCAB_SIZE, "prompt_logprobs": VOCAB_SIZE}
     for name, prompt in PROMPTS.items():
@@ -96,10 +109,7 @@ def test_logits_and_greedy_tokens(folder: Path, model: Any, answers: dict[str, l
             found = logprobs(output)
         for place in range(length, length + COUNT - 1):
             found += logprobs(driver.step([(0, place, 1)]))
-        logits_TV = oracle_logits(model, prompt, answer[:-1])
-        expected_TV = torch.log_softmax(logits_TV, dim=1)
-        assert logits_TV.std() > 1  # that a mistake shows
-        torch.testing.assert_close(torch.stack(found), expected_TV, atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.stack(found), expected[name], atol=1e-4, rtol=0)
 
 
 def test_a_cut_anywhere_gives_the_same_answer(driver: Driver, answers: dict[str, list[int]]) -> None:
@@ -209,7 +219,9 @@ def test_a_head_of_its_own_and_mergers_in_another_order(tmp_path: Path) -> None:
     assert driver.answer(0, prompt, COUNT) == oracle_answer(model, prompt, COUNT)
 
 
-@pytest.mark.parametrize("settings", [{"dtype": "float16"}, {"quantize": "int8", "dtype": "auto"}])
+@pytest.mark.parametrize(
+    "settings", [{"dtype": "float16"}, {"dtype": "bfloat16"}, {"quantize": "int8", "dtype": "auto"}]
+)
 def test_rounded_weights_read_media_too(folder: Path, settings: dict[str, str]) -> None:
     """The decoder's are rounded; the encoder's are not."""
     prompt = PROMPTS["image and video"]

@@ -55,6 +55,42 @@ def vision() -> VisionConfig:
     return config
 
 
+def test_the_config_of_a_checkpoint_of_two_billion_weights() -> None:
+    """The keys of Qwen3-VL-2B-Instruct, as it is published."""
+    text = {
+        **{key: TEXT[key] for key in ("attention_bias", "hidden_act", "rms_norm_eps", "use_cache")},
+        "dtype": "bfloat16",
+        "head_dim": 128,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "vocab_size": 151936,
+        "max_position_embeddings": 262144,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "rope_theta": 5000000,
+        "tie_word_embeddings": True,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+    }
+    seen = {
+        **VISION,
+        "deepstack_visual_indexes": [5, 11, 17],
+        "depth": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 2048,
+    }
+    ids = {"image_token_id": 151655, "video_token_id": 151656}
+    config = read_config({**CONFIG, **ids, "text_config": text, "vision_config": seen})
+    assert (config.dtype, config.num_layers, config.tie_word_embeddings, config.qk_norm) == ("bfloat16", 28, True, True)
+    assert config.rope.theta == 5000000
+    assert config.rope.axes == (*[0, 1, 2] * 20, 0, 0, 0, 0)
+    assert config.vision is not None
+    assert (config.vision.grid, config.vision.parts, config.vision.patch_bytes) == (48, 4, 1536)
+
+
 BAD_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("text_config", {"text_config": None}),
     ("vision_config", {"vision_config": None}),

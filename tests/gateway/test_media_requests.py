@@ -280,7 +280,7 @@ async def test_metrics_tell_items_and_failures(tmp_path: Path) -> None:
             'triptych:media_items_total{modality="video"} 1.0',
             'triptych:media_seconds_count{modality="image"} 2.0',
             'triptych:media_failures_total{modality="image",reason="media_refused"} 1.0',
-            'triptych:media_failures_total{modality="image",reason="media_undecodable"} 1.0',
+            'triptych:media_failures_total{modality="image",reason="media_malformed"} 1.0',
             "triptych:media_made 2.0",
         ):
             assert line in scraped, line

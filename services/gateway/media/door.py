@@ -6,16 +6,13 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 
-from services.common.errors import InvalidArgument, TriptychError
+from services.common.errors import TriptychError
 from services.gateway.media.faults import TOO_MANY, fault
 from services.gateway.media.items import MediaOptions, PixelSettings
 from services.gateway.media.prepare import MediaSide, Prepared
 from services.gateway.media.sources import Sources
 from services.gateway.metrics import MediaMetrics
 from services.gateway.parts import MediaPart
-
-_UNNAMED: Mapping[type[TriptychError], str] = {InvalidArgument: "MEDIA_UNDECODABLE"}
-"""What a process says of an item that it can't read."""
 
 
 class MediaDoor:
@@ -55,9 +52,7 @@ class MediaDoor:
         except BaseException:
             for task in tasks:
                 task.cancel()
-            for ended in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(ended, Prepared):
-                    ended.pin.release()
+                task.add_done_callback(_let_go)
             raise
 
     async def _one(self, part: MediaPart, pixels: PixelSettings, options: MediaOptions, salt: str) -> Prepared:
@@ -67,7 +62,13 @@ class MediaDoor:
                 found = await self._sources.read(part, salt)
                 prepared = await self._side.prepare(found.data, pixels, options, part.where, digest=found.digest)
         except TriptychError as error:
-            self._metrics.failed(part.modality, error.reason or _UNNAMED.get(type(error), error.kind))
+            self._metrics.failed(part.modality, error.reason or error.kind)
             raise
         self._metrics.prepared(part.modality, time.monotonic() - began)
         return prepared
+
+
+def _let_go(task: asyncio.Task[Prepared]) -> None:
+    """Nobody wants the item any more, whenever it is there."""
+    if not task.cancelled() and task.exception() is None:
+        task.result().pin.release()

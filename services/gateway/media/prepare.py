@@ -83,7 +83,7 @@ class MediaSide:
             pin = self.store.pin(name)
             if pin is not None:
                 return Prepared(processed, pin)
-        raise Unavailable("the blob store is too small for the media of running requests", retry_after_ms=1000)
+        raise Unavailable("media are evicted as fast as they are made; try again later", retry_after_ms=1000)
 
     def find(self, digest: bytes, pixels: PixelSettings, options: MediaOptions) -> Prepared | None:
         """The item if it was made before and its blob is still there: for parts that name content without it."""

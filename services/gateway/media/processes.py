@@ -24,7 +24,7 @@ from typing import Any
 
 from services.common.errors import ResourceExhausted, internal
 from services.gateway.media.faults import MALFORMED, TOO_LARGE, Reason
-from services.gateway.media.frames import HEAD, Frame, pack
+from services.gateway.media.frames import HEAD, LONGEST, Frame, pack
 from services.gateway.media.items import MediaOptions, MediaSettings, PixelSettings, Processed
 
 _LOG = logging.getLogger(__name__)
@@ -105,6 +105,8 @@ class _Child:
     async def take(self) -> Frame:
         """The next frame."""
         (length,) = HEAD.unpack(await self._bytes(HEAD.size))
+        if length > LONGEST:
+            raise _Lost
         frame: Frame = json.loads(await self._bytes(length))
         return frame
 

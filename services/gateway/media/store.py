@@ -1,6 +1,6 @@
 """Blobs in a folder of the host: named by hash, written whole or not at all, shared by every gateway process.
 
-written:  .HASH.PID.tmp, locked by its writer ── link ──▶ HASH      (one name, one content: a second writer yields)
+written:  .HASH.RANDOM.tmp, locked by its writer ── link ──▶ HASH      (one name, one content: a second writer yields)
 pinned:   an open file with a shared lock, which ends with the process, however that ends
 evicted:  oldest use first, only what can be locked exclusively: nobody's pin
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import stat
 import time
 from collections.abc import Iterator
@@ -21,6 +22,10 @@ from services.common.errors import FailedPrecondition, ResourceExhausted
 
 _ABANDONED_S = 60.0
 """A half-written file that nobody has locked for so long has lost its writer."""
+
+
+_RESERVE = 16
+"""A file system in memory that fills up takes the memory of its machine."""
 
 
 @dataclass(slots=True)
@@ -47,10 +52,15 @@ class Pin:
 class BlobStore:
     """One folder. `pin`, `release` and `open` are quick calls of the system; `make_room` lists the folder."""
 
-    def __init__(self, folder: Path, limit_bytes: int) -> None:
-        """Makes the folder, for this user alone. Raises FailedPrecondition where it is somebody else's."""
+    def __init__(self, folder: Path, limit_bytes: int, reserve_bytes: int | None = None) -> None:
+        """Makes the folder, for this user alone. Raises FailedPrecondition where it is somebody else's.
+
+        `limit_bytes` are kept of what no request needs; `reserve_bytes` of the file system stay free, by default a
+        sixteenth.
+        """
         self.folder = folder
         self.limit_bytes = limit_bytes
+        self.reserve_bytes = reserve_bytes
         self._held: dict[bytes, _Held] = {}
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -142,7 +152,10 @@ class BlobStore:
             return False
 
     def make_room(self) -> None:
-        """Evicts until the folder is within its limit. Raises ResourceExhausted if pins alone exceed it."""
+        """Evicts what no request needs, beyond the limit and where the folder's file system gets full.
+
+        Raises ResourceExhausted where it is full of what requests need.
+        """
         found = []
         now = time.time()
         for entry in os.scandir(self.folder):
@@ -152,16 +165,21 @@ class BlobStore:
                     found.append((status.st_mtime_ns, status.st_size, entry.name))
                 elif now - status.st_mtime > _ABANDONED_S:
                     self._evict(entry.name)
-        total = sum(size for _, size, _ in found)
-        for _, size, name in sorted(found):
-            if total <= self.limit_bytes:
+        held = {name.hex() for name in list(self._held)}
+        loose = [each for each in sorted(found) if each[2] not in held]
+        total = sum(size for _, size, _ in loose)
+        for _, size, name in loose:
+            if total <= self.limit_bytes and not self._is_full():
                 return
-            if self._evict(name):
-                total -= size
-        if total > self.limit_bytes:
-            raise ResourceExhausted(
-                "the media of running requests fill the blob store; try again later", retry_after_ms=1000
-            )
+            self._evict(name)
+            total -= size  # gone, or another gateway's pin: needed, and not counted
+        if self._is_full():
+            raise ResourceExhausted("media_dir is full of what running requests need", retry_after_ms=1000)
+
+    def _is_full(self) -> bool:
+        system = os.statvfs(self.folder)
+        reserve = system.f_blocks // _RESERVE * system.f_frsize if self.reserve_bytes is None else self.reserve_bytes
+        return system.f_bavail * system.f_frsize < reserve
 
     def _evict(self, name: str) -> bool:
         """Removes a file that nobody has locked; says whether it is gone."""
@@ -187,8 +205,8 @@ def writing(folder: Path, name: bytes, replace: bool = False) -> Iterator[Binary
 
     With `replace` it does so even where there is one; pins of that one hold it, and no longer its name.
     """
-    temporary = folder / f".{name.hex()}.{os.getpid()}.tmp"
-    with temporary.open("wb") as file:
+    temporary = folder / f".{name.hex()}.{secrets.token_hex(4)}.tmp"  # containers have equal process ids
+    with temporary.open("xb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
             yield file

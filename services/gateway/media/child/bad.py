@@ -29,4 +29,4 @@ BROKEN = (
     struct.error,
     zlib.error,
 )
-"""What Pillow has been seen to raise, or may raise, over a file that is broken or made to harm."""
+"""What Pillow and PyAV have been seen to raise, or may raise, over a file that is broken or made to harm."""

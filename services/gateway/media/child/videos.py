@@ -22,7 +22,7 @@ from av.video.stream import VideoStream
 from numpy.typing import NDArray
 from PIL import Image
 
-from services.gateway.media.child.bad import BadMedia, TooLarge
+from services.gateway.media.child.bad import BROKEN, BadMedia, TooLarge
 from services.gateway.media.items import MediaSettings
 
 _FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,gif,asf"
@@ -67,6 +67,8 @@ def read_video(file: BinaryIO, limits: MediaSettings, choose: Choose, admit: Adm
             clip, _ = _decode(file, limits, expected, chosen, resize)
     except av.FFmpegError as error:
         raise BadMedia(f"not a video that is taken, or a broken one ({error.strerror})") from None
+    except BROKEN as error:
+        raise BadMedia(f"a broken video ({error or type(error).__name__})") from None
     if not clip.frames:
         raise BadMedia("no frame of the video can be decoded")
     if len(expected) > 1:
@@ -191,7 +193,7 @@ def _time_of(frame: VideoFrame, stream: VideoStream, expected: Sequence[Fraction
 def _legacy_turn(stream: VideoStream) -> int:
     """Degrees to turn counter-clockwise, of files that say it in a tag ("rotate", clockwise)."""
     tag = next((value for key, value in stream.metadata.items() if key.lower() == "rotate"), "")
-    return -int(tag) if tag.lstrip("-").isdecimal() else 0
+    return -int(tag) if len(tag) < 5 and tag.lstrip("-").isdecimal() else 0
 
 
 def _upright(frame: VideoFrame, turn: int) -> Image.Image:

@@ -15,7 +15,7 @@ import pytest
 
 from protos import gateway_pb2, gateway_pb2_grpc
 from services.common.channel import CHUNK_BYTES, connect
-from services.common.errors import FailedPrecondition, ResourceExhausted
+from services.common.errors import FailedPrecondition
 from services.common.server import error_of
 from services.gateway.media.store import BlobStore, writing
 from services.gateway.service.blobs import BlobDoor
@@ -117,8 +117,7 @@ async def test_a_blob_is_put_back_from_its_pin(store: BlobStore, left: bytes | N
     await asyncio.gather(door.put_back([NAME]), door.put_back([NAME, NAME]))
     assert store.path(NAME).read_bytes() == BLOB
     assert [path.name for path in store.folder.iterdir()] == [NAME.hex()], "no half of it is left"
-    with pytest.raises(ResourceExhausted):
-        BlobStore(store.folder, 0).make_room()
+    BlobStore(store.folder, 0).make_room()
     assert store.path(NAME).read_bytes() == BLOB, "the pin holds the copy"
     pin.release()
     assert store.pinned == 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from protos import gateway_pb2
 from services.common.errors import InvalidArgument
@@ -12,6 +14,7 @@ from services.gateway import toolless
 from services.gateway.chat import ChatTemplate, Conversation
 from services.gateway.messages import Message, ToolCall, read_messages
 from services.gateway.parts import MediaPart
+from services.gateway.rest import openapi
 from services.gateway.rest.responses.items import read_input
 from services.gateway.service import reading
 from services.gateway.tools import Tool
@@ -114,6 +117,53 @@ def test_a_bad_part_of_a_response_is_named(part: object, field: str) -> None:
         read_input([{"role": "user", "content": [part]}])
     where = "input[0].content[0]"
     assert caught.value.field == (f"{where}.{field}" if field else where)
+
+
+GOOD = [
+    image(), image(uuid="u"), image(uuid=None), {"type": "image_url", "uuid": "u"},
+    {"type": "image_url", "image_url": None, "uuid": "u"}, {"type": "image_url", "image_url": {"url": ""}, "uuid": "u"},
+    {"type": "image_url", "image_url": {"url": "data:x", "detail": "low"}},
+    {"type": "image_url", "image_url": {"url": "data:x", "detail": None}},
+    {"type": "video_url", "video_url": {"url": "https://h/v"}}, "text", {"type": "text", "text": "x"},
+]  # fmt: skip
+BAD = [
+    {"type": "image_url"}, {"type": "image_url", "image_url": "data:x"},
+    {"type": "image_url", "image_url": {"url": ""}}, {"type": "image_url", "image_url": {"url": "x", "detail": "best"}},
+    image(uuid=""), image(uuid=3), image(size=1),
+    {"type": "video_url", "video_url": {"url": "x", "detail": "auto"}}, {"type": "image_url", "image_url": {"url": 5}},
+    {"type": "input_audio", "input_audio": {}}, {"type": "audio_url", "audio_url": {"url": "x"}},
+]  # fmt: skip
+
+
+def test_the_description_of_parts_holds() -> None:
+    """What is taken fits its schema, what is refused does not; of /v1/responses too."""
+    components = json.loads(openapi.document("1"))["components"]
+
+    def fits(name: str, value: object) -> bool:
+        schema = {"$ref": f"#/components/schemas/{name}", "components": components}
+        return Draft202012Validator(schema).is_valid(value)
+
+    for part in GOOD:
+        of_chat([part])
+        assert fits("ContentPart", part), part
+    for part in BAD:
+        with pytest.raises(InvalidArgument):
+            of_chat([part])
+        assert not fits("ContentPart", part), part
+    for part in [*GOOD, *BAD]:
+        if not isinstance(part, dict) or part["type"] != "image_url":
+            continue
+        named = part.get("image_url")
+        flat = {**part, "type": "input_image", **(named if isinstance(named, dict) else {})}
+        flat["image_url"] = named.get("url") if isinstance(named, dict) else named
+        flat.pop("url", None)
+        item = {"role": "user", "content": [flat]}
+        try:
+            read_input([item])
+            taken = True
+        except InvalidArgument:
+            taken = False
+        assert fits("InputItem", item) == taken, item
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "assistant", "function"])

@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import shutil
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -57,12 +60,12 @@ class Internet:
 
 
 @contextlib.asynccontextmanager
-async def internet() -> AsyncIterator[Internet]:
+async def internet(tls: ssl.SSLContext | None = None) -> AsyncIterator[Internet]:
     net = Internet()
     server = web.Server(net.handle)
     runner = web.ServerRunner(server, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
     await site.start()
     assert site._server is not None
     net.port = site._server.sockets[0].getsockname()[1]
@@ -89,6 +92,24 @@ async def test_a_public_host_is_fetched_once_resolved_with_its_own_name() -> Non
         assert (request.host, request.raw_path) == ("example.com", "/a%20b?c=d")
         assert request.headers["Accept-Encoding"] == "identity"
         assert not {"Cookie", "Authorization", "Referer"} & set(request.headers)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
+async def test_tls_is_asked_for_the_hosts_own_name_and_verified(tmp_path: Path) -> None:
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+    made = await asyncio.create_subprocess_exec(
+        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
+        "-subj", "/CN=example.com", "-keyout", key, "-out", certificate, stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    assert await made.wait() == 0
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    named: list[str | None] = []
+    context.sni_callback = lambda _socket, name, _context: named.append(name)
+    async with internet(context) as net:
+        error = await refusal(net.fetcher(), "https://example.com/")
+        assert error.reason == "MEDIA_UNREACHABLE"  # nobody has signed the certificate
+        assert (named, net.reached, net.requests) == (["example.com"], [(PUBLIC, 443)], [])
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ class _Child:
         return await self.process.wait()
 
 
-class _Room:
+class Room:
     """Bytes that the children may take together, first come, first served. What is more than all runs alone."""
 
     def __init__(self, most: int) -> None:
@@ -171,7 +171,7 @@ class MediaProcesses:
         self._idle: list[_Child] = []
         self._all: set[_Child] = set()
         self._slots = asyncio.Semaphore(settings.processes)
-        self._room = _Room(settings.decode_bytes)
+        self._room = Room(settings.decode_bytes)
         self._runs: set[asyncio.Task[Processed]] = set()
 
     @property

@@ -20,7 +20,7 @@ from PIL import Image
 
 from services.common.errors import ResourceExhausted, TriptychError
 from services.gateway.media.items import MediaOptions, MediaSettings
-from services.gateway.media.processes import MediaProcesses, Refused
+from services.gateway.media.processes import MediaProcesses, Refused, Room
 from tests.gateway.media.files import IMAGE, NAME, VIDEO, counting, encoded, noise, png, read_blob, video
 
 PICTURE = encoded(Image.fromarray(noise(64, 96)), "PNG")
@@ -200,6 +200,32 @@ async def test_large_items_wait_for_each_other(tmp_path: Path) -> None:
 
 def _limits(pid: int) -> str:
     return Path(f"/proc/{pid}/limits").read_text()
+
+
+async def test_room_is_given_in_the_order_of_asking() -> None:
+    """What is larger than all of it gets all of it; one that goes away while it waits leaves its place."""
+    room = Room(10)
+    order: list[str] = []
+
+    async def take(name: str, need: int, hold: asyncio.Event) -> None:
+        async with room.taken(need):
+            order.append(name)
+            await hold.wait()
+
+    open_now, later = asyncio.Event(), asyncio.Event()
+    open_now.set()
+    first = asyncio.create_task(take("first", 6, later))
+    alone = asyncio.create_task(take("alone", 99, open_now))
+    small = asyncio.create_task(take("small", 1, open_now))
+    gone = asyncio.create_task(take("gone", 10, open_now))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert order == ["first"]
+    gone.cancel()
+    later.set()
+    await asyncio.gather(first, alone, small)
+    assert order == ["first", "alone", "small"]
+    await asyncio.wait_for(take("again", 10, open_now), 1)
 
 
 async def test_processes_run_behind_the_gateway_and_end_with_it(tmp_path: Path) -> None:

@@ -123,6 +123,8 @@ def test_frames_are_turned_by_the_old_tag() -> None:
     clip = frames_of(video([QUARTERS] * 4, kind="matroska", tags={"rotate": "90"}), every)
     assert clip.frames[0].shape == (64, 48, 3)
     assert clip.frames[0][0, -1, 0] > 200
+    odd = frames_of(video([QUARTERS] * 4, kind="matroska", tags={"rotate": "9" * 5000}), every)
+    assert odd.frames[0].shape == (48, 64, 3)
 
 
 def test_one_frame() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from fractions import Fraction
+from pathlib import Path
 
 import av
 import numpy as np
@@ -169,9 +172,30 @@ def test_playlists_are_no_videos(tmp_path: object) -> None:
         assert "not a video" in _refused(text.encode())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "codec"), [("mpegts", "libx264"), ("mp4", "libx264"), ("mov", "png")])
+def test_frames_that_are_too_large_are_not_decoded_even_to_look(kind: str, codec: str, tmp_path: Path) -> None:
+    """Opening a file decodes its beginning where the header leaves something open: 100 MB and more for these."""
+    options = {"preset": "ultrafast"} if codec == "libx264" else {}
+    black = [np.zeros((6400, 6400, 3), np.uint8)] * 2
+    path = tmp_path / "video"
+    path.write_bytes(
+        video(black, kind=kind, codec=codec, options=options, pixels="rgb24" if codec == "png" else "yuv420p")
+    )
+    code = (
+        "import resource, pathlib; from tests.gateway.media.files import every, frames_of\n"
+        "from services.gateway.media.child.bad import BadMedia\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        f"try: frames_of(pathlib.Path({str(path)!r}).read_bytes(), every)\n"
+        "except BadMedia: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    grown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert int(grown) < 60_000  # kB
+
+
 def test_limits() -> None:
     data = video(counting(20, 64, 96))
-    assert "64" in _refused(data, video_pixels=64 * 96 - 1)
+    assert "at most 6143 " in _refused(data, video_pixels=64 * 96 - 1)
     assert "20 frames" in _refused(data, video_frames=19)
     assert "at most 19" in _refused(data, chosen_frames=19)
     stream = video(counting(20, 64, 96), kind="mpegts", codec="mpeg2video")

@@ -61,7 +61,7 @@ def read_video(file: BinaryIO, limits: MediaSettings, choose: Choose, admit: Adm
         clip, decoded = _decode(file, limits, expected, chosen, resize)
         if decoded is not None:
             if not decoded:
-                raise BadMedia("no frame of the video can be decoded")
+                raise BadMedia(f"no frame of at most {limits.video_pixels} pixels can be decoded")
             chosen = [decoded[index] for index in choose(decoded)]
             _check_chosen(chosen, limits)
             clip, _ = _decode(file, limits, expected, chosen, resize)
@@ -70,7 +70,7 @@ def read_video(file: BinaryIO, limits: MediaSettings, choose: Choose, admit: Adm
     except BROKEN as error:
         raise BadMedia(f"a broken video ({error or type(error).__name__})") from None
     if not clip.frames:
-        raise BadMedia("no frame of the video can be decoded")
+        raise BadMedia(f"no frame of at most {limits.video_pixels} pixels can be decoded")
     if len(expected) > 1:
         lasts = (expected[-1] - expected[0]) * len(expected) / (len(expected) - 1)
         clip.seconds = float(lasts / len(clip.frames))
@@ -85,7 +85,8 @@ def _check_chosen(chosen: Sequence[Fraction], limits: MediaSettings) -> None:
 def _open(file: BinaryIO, limits: MediaSettings) -> tuple[InputContainer, VideoStream]:
     """The container and its first moving picture, both within the limits."""
     file.seek(0)
-    options = {"format_whitelist": _FORMATS, "protocol_whitelist": ""}
+    most = {"max_pixels": str(limits.video_pixels)}  # for the decoder too: opening a file may decode its beginning
+    options = {"format_whitelist": _FORMATS, "protocol_whitelist": "", **most}
     container = av.open(file, "r", options=options, metadata_errors="ignore")
     streams = [stream for stream in container.streams.video if not stream.disposition & _COVER]
     if not streams:
@@ -97,7 +98,7 @@ def _open(file: BinaryIO, limits: MediaSettings) -> tuple[InputContainer, VideoS
         container.close()
         raise BadMedia("the video's codec is unknown")
     _check_size(context.width, context.height, limits)
-    context.options = {"max_pixels": str(limits.video_pixels)}
+    context.options = most
     context.thread_count = 1  # processes are what runs side by side
     return container, stream
 

@@ -8,9 +8,9 @@ python -m tests.bench.media [--videos 64] [--processes 1,2] [--seconds 8]
 
 The worker is simulated and takes no time for a token or an embedding, so that what is seen is the gateway.
 Processes of media have their usual niceness and limits. Clients, gateway, engine, worker and media share this
-machine: `late` is how much later than asked a timer of the gateway's loop fired, whoever had the core meanwhile;
-`block` is the longest that the loop's thread itself ran between two timers, in CPU time. Prints a table, then one
-line of JSON.
+machine, with whatever else runs on it: `others` says how many cores that took. The longest that the gateway's loop
+ran without a pause is in CPU time of its thread; a timer may be late for want of a core too. Prints a table, then
+one line of JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from typing import Any
 import httpx
 import uvloop
 
+from tests.bench.proc import TICKS_PER_S, cpu_s
 from tests.e2e.media import chat_body, film, video_part
 from tests.engine.cluster import ROOT
 
@@ -50,8 +51,9 @@ PATIENCE_S = 120.0
 class Beats:
     """How the event loop of the gateway went since it was last asked, in milliseconds."""
 
-    late_ms: float = 0.0
-    block_ms: float = 0.0
+    block_ms: float = 0.0  # the most that its thread ran between two timers
+    late_ms: float = 0.0  # the most that a timer was late
+    late_for_core_ms: float = 0.0  # of that, while other processes had the cores
 
 
 @dataclass(slots=True)
@@ -68,11 +70,19 @@ class Texts:
 
 
 async def _beat(beats: Beats) -> None:
-    while True:
-        due, spent = time.perf_counter() + TICK_S, time.thread_time()
-        await asyncio.sleep(TICK_S)
-        beats.late_ms = max(beats.late_ms, (time.perf_counter() - due) * 1e3)
-        beats.block_ms = max(beats.block_ms, (time.thread_time() - spent) * 1e3)
+    with open("/proc/thread-self/schedstat", "rb", 0) as schedstat:  # noqa: ASYNC230 - no file, and never waits
+
+        def queued_ms() -> float:
+            """How long this thread has waited for a core so far."""
+            return int(os.pread(schedstat.fileno(), 99, 0).split()[1]) / 1e6
+
+        while True:
+            due, spent, queued = time.perf_counter() + TICK_S, time.thread_time(), queued_ms()
+            await asyncio.sleep(TICK_S)
+            late = (time.perf_counter() - due) * 1e3
+            beats.block_ms = max(beats.block_ms, (time.thread_time() - spent) * 1e3)
+            if late > beats.late_ms:
+                beats.late_ms, beats.late_for_core_ms = late, queued_ms() - queued
 
 
 async def gateway(out: Path, argv: Sequence[str]) -> int:
@@ -85,7 +95,7 @@ async def gateway(out: Path, argv: Sequence[str]) -> int:
         half = out.with_suffix(".half")
         half.write_text(json.dumps(asdict(beats)))
         half.rename(out)
-        beats.late_ms = beats.block_ms = 0.0
+        beats.late_ms = beats.late_for_core_ms = beats.block_ms = 0.0
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, tell)
     beating = asyncio.create_task(_beat(beats))
@@ -169,6 +179,19 @@ def _stack(folder: Path, model: Path, processes: int) -> Iterator[Stack]:
             process.terminate()
         for process in started:
             process.wait(30)
+
+
+def _cpu() -> float:
+    """Seconds of CPU that processes of others have used on this machine."""
+    user, nice, system = (int(word) for word in Path("/proc/stat").read_text().split()[1:4])
+    ours, waiting = 0.0, [os.getpid()]
+    while waiting:
+        with suppress(OSError):
+            pid = waiting.pop()
+            ours += cpu_s(pid)
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                waiting += [int(word) for word in (task / "children").read_text().split()]
+    return (user + nice + system) / TICKS_PER_S - ours
 
 
 async def _chat(http: httpx.AsyncClient, number: int) -> float:
@@ -287,6 +310,7 @@ async def measure(videos: int, processes: Sequence[int], seconds: float) -> dict
     found: dict[str, Any] = {"cores": os.cpu_count(), "videos": videos, "frames": FRAMES, "pixels": [WIDTH, HEIGHT]}
     first, rest = _bodies(0, videos), _bodies(videos, videos)
     rates: dict[int, float] = {}
+    others: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = _model(folder / "model")
@@ -295,12 +319,14 @@ async def measure(videos: int, processes: Sequence[int], seconds: float) -> dict
                 async with _asker(stack, _bodies(2 * videos, number), folder) as send:
                     await send()  # the processes begin with the first items
                 async with _asker(stack, first, folder) as send:
-                    rates[number] = videos * FRAMES / await send()
+                    begun = _cpu()
+                    rates[number] = videos * FRAMES / (took := await send())
+                    others[number] = (_cpu() - begun) / took
                 if number == processes[-1]:
                     async with _asker(stack, rest, folder) as send:
                         found |= await _beside(stack, send, seconds)
                 found["decoded"] = stack.metric("triptych:media_made")
-    found["frames_per_s"] = rates
+    found["frames_per_s"], found["others_cores"] = rates, others
     found["speedup"] = rates[processes[-1]] / rates[processes[0]]
     return found
 
@@ -314,11 +340,15 @@ def show(found: dict[str, Any]) -> None:
     for what in ("p50", "p90", "max"):
         one, two = alone[f"{what}_ms"], beside[f"{what}_ms"]
         print(f"| time to first token {what}, ms | {one:.1f} | {two:.1f} | {two / one:.2f} times |")
-    for what in ("block", "late"):
-        one, two = found["loop_alone"][f"{what}_ms"], found["loop_beside"][f"{what}_ms"]
-        print(f"| longest {what} of the gateway's loop, ms | {one:.1f} | {two:.1f} | |")
+    for name, what in (
+        ("block_ms", "longest that the gateway's loop ran without a pause, ms"),
+        ("late_ms", "latest timer of the loop, ms"),
+        ("late_for_core_ms", "of that without a core, ms"),
+    ):
+        print(f"| {what} | {found['loop_alone'][name]:.1f} | {found['loop_beside'][name]:.1f} | |")
     rates = ", ".join(f"{number}: {rate:.0f}" for number, rate in found["frames_per_s"].items())
-    print(f"\nframes a second by processes: {rates} ({found['speedup']:.2f} times)\n")
+    others = ", ".join(f"{cores:.2f}" for cores in found["others_cores"].values())
+    print(f"\nframes a second by processes: {rates} ({found['speedup']:.2f} times); others: {others} cores\n")
     print(json.dumps(found))
 
 

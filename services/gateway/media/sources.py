@@ -24,7 +24,7 @@ from services.gateway.parts import MediaPart
 _DATA: Final = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?P<parameters>(;[^,;]*)*?)(?P<base64>;base64)?", re.I)
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*:", re.I)
 _LONGEST_HEAD: Final = 256
-_PIECE: Final = 1 << 20
+_PIECE: Final = 1 << 16
 """Characters that are decoded without a break; a multiple of 4."""
 _AT_ONCE: Final = 16
 """Items of one process, fetched ones and others apart: slow hosts hold up nothing else."""
@@ -56,6 +56,7 @@ class Sources:
         self._remote = asyncio.Semaphore(_AT_ONCE)
         self._local = asyncio.Semaphore(_AT_ONCE)
         self._files = Path(files).resolve() if files else None
+        self._one_at_a_time = asyncio.Semaphore(1)  # more threads that want the interpreter hold up the event loop
 
     def room(self, part: MediaPart) -> AbstractAsyncContextManager[None]:
         """Around reading a part and making its item: so many at once of what is not here yet, for memory's sake."""
@@ -130,7 +131,8 @@ class Sources:
             if length <= _SMALL:
                 found = _content(url, start)
             else:
-                found = await asyncio.to_thread(_content, url, start)
+                async with self._one_at_a_time:
+                    found = await asyncio.to_thread(_content, url, start)
         except ValueError:
             raise fault(MALFORMED, part.where, "the content of the data: URL is no base64") from None
         if len(found.data) > self._max_bytes:

@@ -40,11 +40,6 @@ def parse(body: bytes) -> Body:
     return value
 
 
-async def _parsed(body: bytes) -> Body:
-    """The same; long ones in a thread, because many of them may come at once (measured: 64 of 150 kB, 30 ms)."""
-    return parse(body) if len(body) <= _LONG else await asyncio.to_thread(parse, body)
-
-
 def _envelope(headers: Mapping[str, str]) -> Envelope:
     return Envelope(request_id_of(headers), tracing.child(headers.get(TRACEPARENT)))
 
@@ -107,6 +102,7 @@ class Renderer:
 
     def __init__(self, front: Front) -> None:
         self._front = front
+        self._one_at_a_time = asyncio.Semaphore(1)
         self._operations: dict[str, Callable[[bytes, Mapping[str, str]], Awaitable[Reply]]] = {
             "chat_completions": self._chat,
             "completions": self._completions,
@@ -122,6 +118,15 @@ class Renderer:
         """Answers one request."""
         return await self._operations[operation](body, headers)
 
+    async def _parsed(self, body: bytes) -> Body:
+        """The same as `parse`. Long ones are read in a thread, since many may come at once (64 of 150 kB took 30 ms),
+        and one after another: threads that want the interpreter hold up the event loop too.
+        """
+        if len(body) <= _LONG:
+            return parse(body)
+        async with self._one_at_a_time:
+            return await asyncio.to_thread(parse, body)
+
     async def obstacle(self) -> str | None:
         """What keeps requests from being served, or None."""
         return self._front.obstacle()
@@ -132,7 +137,7 @@ class Renderer:
 
     async def _chat(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         arrived = time.monotonic()
-        values = await _parsed(body)
+        values = await self._parsed(body)
         model = self._model_of(values)
         envelope = _envelope(headers)
         with self._front.arrival():
@@ -148,7 +153,7 @@ class Renderer:
 
     async def _completions(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         arrived = time.monotonic()
-        values = await _parsed(body)
+        values = await self._parsed(body)
         model = self._model_of(values)
         envelope = _envelope(headers)
         with self._front.arrival():
@@ -165,7 +170,7 @@ class Renderer:
 
     async def _responses(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         arrived = time.monotonic()
-        values = await _parsed(body)
+        values = await self._parsed(body)
         model = self._model_of(values)
         envelope = _envelope(headers)
         with self._front.arrival():
@@ -191,7 +196,7 @@ class Renderer:
 
     async def _embeddings(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         arrived = time.monotonic()
-        values = await _parsed(body)
+        values = await self._parsed(body)
         model = self._model_of(values)
         return Reply(await embeddings.answer(self._front, model, values, _envelope(headers), arrived=arrived))
 
@@ -206,7 +211,7 @@ class Renderer:
 
     async def _tokenize(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         del headers
-        values = await _parsed(body)
+        values = await self._parsed(body)
         model = self._model_of(values)
         asked = read_fields(values, Api.TOKENIZE)
         ids = await model.text.tokenize_asked(asked)
@@ -217,7 +222,7 @@ class Renderer:
 
     async def _detokenize(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         del headers
-        values = await _parsed(body)
+        values = await self._parsed(body)
         model = self._model_of(values)
         asked = read_fields(values, Api.DETOKENIZE)
         if asked.tokens is None:

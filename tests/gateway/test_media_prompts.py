@@ -16,7 +16,6 @@ from services.gateway.attachments import cut
 from services.gateway.request import MediaItem
 from tests.gateway.fake_engine import until
 from tests.gateway.media_model import (
-    FILM,
     IMAGE,
     PICTURE,
     VIDEO,
@@ -100,13 +99,6 @@ async def test_media_that_the_template_does_not_show_are_told(tmp_path: Path) ->
         assert s.gateway.media.made == 0
 
 
-async def test_items_of_one_request_have_a_limit(tmp_path: Path) -> None:
-    async with seeing_stack(tmp_path, media_max_items=3) as s:
-        await chat(s, user(*[image_part()] * 3))
-        error = await refused(s, [*user(image_part(), image_part()), *user(video_part(), "x", image_part())])
-        assert error["param"] == "messages[1].content[2]"
-
-
 class TestOptions:
     CHANGES = (
         ({}, 6, 2),
@@ -125,6 +117,17 @@ class TestOptions:
                 await chat(s, user(image_part(), video_part(film(16, 8))), **options)
                 image, video = s.engine.submits[-1].media
                 assert (image.embeddings, video.grid[0]) == (embeddings, frames), options
+            # gRPC spells them as JSON.
+            part = gateway_pb2.ContentPart(video_url=url(film(16, 8), "video/mp4"))
+            await grpc_chat(s, part, media_io_kwargs_json='{"video": {"num_frames": 8}}')
+            assert s.engine.submits[-1].media[0].grid[0] == 4
+            for options, field in (
+                ({"media_io_kwargs_json": '{"audio": {}}'}, "media_io_kwargs_json.audio"),
+                ({"mm_processor_kwargs_json": "{"}, "mm_processor_kwargs_json"),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await grpc_chat(s, part, **options)
+                assert field in str(caught.value.details())
 
     WRONG = (
         ({"media_io_kwargs": []}, "media_io_kwargs"),
@@ -152,26 +155,10 @@ class TestOptions:
             for options, field in self.WRONG:
                 for path in ("/v1/chat/completions", "/tokenize"):
                     assert (await refused(s, user(video_part()), path, **options))["param"] == field
-            assert s.gateway.media.made == 0
-
-    async def test_grpc_spells_them_as_json(self, tmp_path: Path) -> None:
-        async with seeing_stack(tmp_path) as s:
-            part = gateway_pb2.ContentPart(video_url=url(film(16, 8), "video/mp4"))
-            await grpc_chat(s, part, media_io_kwargs_json='{"video": {"num_frames": 8}}')
-            assert s.engine.submits[0].media[0].grid[0] == 4
-            for options, field in (
-                ({"media_io_kwargs_json": '{"audio": {}}'}, "media_io_kwargs_json.audio"),
-                ({"mm_processor_kwargs_json": "{"}, "mm_processor_kwargs_json"),
-            ):
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await grpc_chat(s, part, **options)
-                assert field in str(caught.value.details())
-
-    async def test_they_need_media(self, tmp_path: Path) -> None:
-        async with seeing_stack(tmp_path) as s:
-            for name in ("media_io_kwargs", "mm_processor_kwargs"):
+            for name in ("media_io_kwargs", "mm_processor_kwargs"):  # which need media
                 assert (await refused(s, user("x"), **{name: {"video": {}}}))["param"] == name
                 await chat(s, user("x"), **{name: {}})
+            assert s.gateway.media.made == 0
 
 
 class TestCuts:
@@ -277,14 +264,3 @@ class TestPins:
             engine.held = False
             assert (await task).json()["choices"][0]["message"]["content"] == "hello world"
             assert pinned(s) == 0
-
-
-async def test_a_film_is_expanded_in_its_place_with_the_times_of_its_frames(tmp_path: Path) -> None:
-    async with seeing_stack(tmp_path) as s:
-        await chat(s, user(video_part(), " then ", video_part(film(4, 1))))
-        (submit,) = s.engine.submits
-        slow = bytes(token for token in ids_of(submit)[ids_of(submit).index(VIDEO) :] if token < 256)
-        assert ids_of(submit)[: len(asked(FILM)) - 13] == asked(FILM)[:-13]
-        assert b" then " in slow
-        assert [item.modality for item in submit.media] == ["video", "video"]
-        assert slow.count(b" seconds>") == 1 + 2 * submit.media[1].grid[0] // 2

@@ -269,8 +269,10 @@ async def test_an_item_may_be_named_and_asked_for_again(tmp_path: Path) -> None:
         assert len(s.engine.submits) == 3
 
 
-async def test_metrics_tell_items_and_failures(tmp_path: Path) -> None:
-    async with seeing_stack(tmp_path) as s:
+async def test_items_have_a_limit_and_metrics_tell_items_and_failures(tmp_path: Path) -> None:
+    async with seeing_stack(tmp_path, media_max_items=3) as s:
+        error = await refused(s, [*user(image_part(), image_part()), *user(video_part(), "x", image_part())])
+        assert error["param"] == "messages[1].content[2]"
         await chat(s, user(image_part(), image_part(), video_part()))
         await refused(s, user({"type": "image_url", "image_url": {"url": "https://example.com/"}}))
         await refused(s, user(image_part(b"no image")))

@@ -128,7 +128,7 @@ async def test_a_process_that_died_idle_costs_nothing(tmp_path: Path) -> None:
 
 async def test_time_is_limited(tmp_path: Path) -> None:
     async with running(tmp_path, seconds=0.5) as processes:
-        with pytest.raises(Refused, match="within 0.5 s"):
+        with pytest.raises(Refused, match=r"within 0\.5 s"):
             await _ask(processes, _endless(tmp_path))
         await _ask(processes, PICTURE)
 

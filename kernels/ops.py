@@ -42,7 +42,7 @@ class StepTensors:
     positions_T: Tensor  # int64
     slots_T: Tensor  # int64; -1 where keys and values are not written
     rows: Rows
-    cache: Tensor  # [layers, 2, blocks, *kv_block]: keys and values of every layer
+    cache: Tensor  # [layers, 2, blocks, *kv_block]: keys and values of every layer; native ops order each otherwise
     media: MediaTensors | None = None  # None where no token reads any
 
 

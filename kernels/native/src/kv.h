@@ -1,11 +1,12 @@
 // Keys and values in the paged cache.
 //
-// A block of the cache holds P tokens of every layer. Per layer and key/value head of A values:
+// A block of the cache holds P tokens of every layer. Per layer, block and key/value head of A values, keys and then
+// values, side by side: memory gives longer pieces faster.
 //
 //     keys     units of U tokens   [P / U, A, U]   so that a vector holds one value of several keys
 //     values                       [P, A]
 //
-// as floats, halves, or bytes. Behind the bytes of a head stand P floats: what each token's bytes are worth.
+// as floats, halves, or bytes. Behind the bytes of either stand P floats: what each token's bytes are worth.
 // U = 16 where P is a multiple of it, else 1.
 #pragma once
 #include "rowwise.h"
@@ -22,7 +23,7 @@ struct Cache {
     T* keys;  // of one layer
     T* values;
     int32_t P, U, K, A;  // tokens per block, tokens per unit, heads, head size
-    int64_t head_at(int64_t block, int head) const { return (block * K + head) * P * (A + SCALE); }
+    int64_t head_at(int64_t block, int head) const { return (block * K + head) * 2 * P * (A + SCALE); }
     T* key_unit(int64_t block, int head, int offset) const {
         return keys + head_at(block, head) + int64_t(offset / U) * U * A;
     }

@@ -43,8 +43,8 @@ struct Step {
     const int32_t* row_starts; // [rows + 1]
     const int32_t* contexts;   // [rows]
     const int32_t* blocks;     // [rows, table_width]
-    void* cache;               // [layers, 2, blocks, ...]
-    int64_t cache_layer;       // numbers from a layer to the next; values lie half of that behind keys
+    void* cache;               // [layers, blocks, heads, 2, ...]
+    int64_t cache_layer;       // numbers from a layer to the next
     int32_t block_size, kv_heads, head_size;
     const float* input;        // [tokens, width] of buffer 0, where a program begins with floats
     float* output;             // [tokens, width of the last value]
@@ -276,8 +276,8 @@ class Program {
     template <class T>
     Cache<T> cache(int layer) const {
         T* keys = (T*)step_.cache + layer * step_.cache_layer;
-        return {keys, keys + step_.cache_layer / 2, step_.block_size, step_.block_size % UNIT ? 1 : UNIT,
-                step_.kv_heads, step_.head_size};
+        const int P = step_.block_size, A = step_.head_size;
+        return {keys, keys + int64_t(P) * (A + Cache<T>::SCALE), P, P % UNIT ? 1 : UNIT, step_.kv_heads, A};
     }
 
     const std::vector<Instruction> list_;

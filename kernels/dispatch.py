@@ -78,6 +78,7 @@ def _torch_ops(*, fast: bool, deterministic: bool, note: str) -> Ops[Tensor]:
         kv_dtype=None,
         kv_block=lambda block_size, heads, head_dim: (block_size, heads, head_dim),
         prepare_linear=_linear(fast, deterministic),
+        prepare_product=_linear(fast, deterministic),
         prepare_embedding=_embedding,
         compile=partial(_Eager, kv_write, prepare_attention),
         compile_rows=_compile_rows,

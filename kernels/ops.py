@@ -121,6 +121,7 @@ class Ops(Generic[V]):
     kv_block: Callable[[int, int, int], tuple[int, ...]]  # tokens of a block, heads, A -> shape of its keys
     # once, when weights are loaded
     prepare_linear: Callable[[Tensor | Blocks, Tensor | None], Linear[V]]  # weight_OI, bias_O
+    prepare_product: Callable[[Tensor | Blocks, Tensor | None], Linear[Tensor]]  # of floats; for tensors, at any time
     prepare_embedding: Callable[[Tensor | Blocks, Linear[V] | None], Any]  # table_VD, and the head if it is the same
     compile: Callable[[Callable[[Step[V]], V]], Pass]  # of the tokens of a step
     compile_rows: Callable[[Callable[[V], V], int], Callable[[Tensor], Tensor]]  # of x_XI, whose width is I

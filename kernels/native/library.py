@@ -330,6 +330,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "triptych_run": (c_int, (c_void_p, c_void_p, c_void_p)),
     "triptych_profile": (None, (c_void_p, c_int)),
     "triptych_times": (None, (c_void_p, c_void_p)),
+    "triptych_product": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p)),
     "triptych_largest": (None, (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p)),
     "triptych_top": (None, (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p)),
     "triptych_draw": (None, (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p)),

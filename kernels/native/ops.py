@@ -45,6 +45,7 @@ def native_ops(options: NativeOptions, kv_dtype: torch.dtype, head_dim: int) -> 
         kv_dtype=kv_dtype,
         kv_block=lambda block_size, heads, head_dim: (heads, block_size, kv_width(kv_dtype, head_dim)),
         prepare_linear=engine.linear,
+        prepare_product=engine.product,
         prepare_embedding=engine.table,
         compile=engine.compile,
         compile_rows=engine.compile_rows,
@@ -84,6 +85,25 @@ class Linear:
         y = recorder.new(outputs)
         recorder.add(Line(Op.LINEAR, x=x, y=y, weight=self.weight))
         return y
+
+
+class Product:
+    """A packed weight for tensors: x_TI -> y_TO, in float32."""
+
+    def __init__(self, library: Library, pool: Pool, weight: PackedWeight) -> None:
+        self._multiply = library.calls.triptych_product
+        self._pool = pool
+        self._weight = weight
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """The product for every row of x."""
+        outputs, inputs = self._weight.shape
+        if x_TI.shape[1:] != (inputs,) or x_TI.dtype is not torch.float32:
+            raise ValueError(f"a product of {inputs} float32 inputs is given {x_TI.dtype} {list(x_TI.shape)}")
+        x_TI = x_TI.contiguous()
+        y_TO = torch.empty(len(x_TI), outputs)
+        self._multiply(self._pool.address, self._weight.address, x_TI.data_ptr(), len(x_TI), y_TO.data_ptr())
+        return y_TO
 
 
 def embedding(ids: Symbol, table: Linear) -> Symbol:
@@ -209,6 +229,12 @@ class _Engine:
 
     def linear(self, weight_OI: torch.Tensor | Blocks, bias_O: torch.Tensor | None = None) -> Linear:
         return Linear(PackedWeight(self.library, weight_OI, bias_O, self.arena))
+
+    def product(self, weight_OI: torch.Tensor | Blocks, bias_O: torch.Tensor | None = None) -> Product:
+        weight = PackedWeight(self.library, weight_OI, bias_O, self.arena)
+        if weight.inputs is not Inputs.FLOATS:
+            raise ValueError("a product of tensors has a weight of floats")
+        return Product(self.library, self.pool, weight)
 
     def table(self, table_VD: torch.Tensor | Blocks, head: Callable[[Symbol], Symbol] | None) -> Linear:
         """A head of the same weight is the table: it is packed once."""

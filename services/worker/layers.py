@@ -46,39 +46,39 @@ class Weights:
         return sum(self.memory.values())
 
 
-class Affine(NamedTuple):
-    """A weight and what is added: of a product [outputs, inputs], or of a norm."""
+class LayerNorm(NamedTuple):
+    """What a normed vector is multiplied with, and what is added."""
 
-    weight: torch.Tensor
-    bias: torch.Tensor
+    weight_X: torch.Tensor
+    bias_X: torch.Tensor
 
 
 @dataclass(slots=True, frozen=True)
 class VisionBlock:
     """One block of the encoder."""
 
-    attention_norm: Affine
-    qkv: Affine  # C -> 3 * C
-    output: Affine  # C -> C
-    mlp_norm: Affine
-    up: Affine
-    down: Affine
+    attention_norm: LayerNorm
+    qkv: Linear[torch.Tensor]  # C -> 3 * C
+    output: Linear[torch.Tensor]  # C -> C
+    mlp_norm: LayerNorm
+    up: Linear[torch.Tensor]
+    down: Linear[torch.Tensor]
 
 
 @dataclass(slots=True, frozen=True)
 class Merger:
     """U patches into one vector of the decoder."""
 
-    norm: Affine  # of C each; of U * C where they are joined first
-    up: Affine  # U * C -> U * C
-    down: Affine  # U * C -> D
+    norm: LayerNorm  # of C each; of U * C where they are joined first
+    up: Linear[torch.Tensor]  # U * C -> U * C
+    down: Linear[torch.Tensor]  # U * C -> D
 
 
 @dataclass(slots=True, frozen=True)
 class VisionWeights:
     """All weights of an encoder."""
 
-    patch: Affine  # B -> C
+    patch: Linear[torch.Tensor]  # B -> C
     positions_SSC: torch.Tensor
     blocks: tuple[VisionBlock, ...]
     merger: Merger

@@ -105,7 +105,9 @@ def _load(
     memory: dict[str, int] = {}
     with _one_thread() as threads:
         if config.vision is not None:
-            exact = replace(precision, compute=torch.float32) if device.type == "cpu" else precision
+            exact = replace(precision, bits=None)
+            if precision.unpacked and device.type == "cpu":
+                exact = replace(exact, compute=torch.float32, stored=torch.float32)
             vision = load_vision(config.vision, source, ops, exact, device)
             encoder, memory = VisionEncoder(config.vision, vision), vision.memory
             source = text_of(source)

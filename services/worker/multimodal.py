@@ -10,7 +10,6 @@ one that is not there fails alone. Rows without media cost nothing here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -50,13 +49,10 @@ class _Row:
 class Multimodal:
     """Encoder outputs, and the rows that read them. Without an encoder there are none of either."""
 
-    def __init__(
-        self, encoder: VisionEncoder | None, blobs: BlobSource | None, *, threads: int = 1, alone: bool = False
-    ) -> None:
-        """`threads` are torch's while it encodes. `alone`: an item's embeddings do not depend on those beside it."""
+    def __init__(self, encoder: VisionEncoder | None, blobs: BlobSource | None, *, alone: bool = False) -> None:
+        """`alone`: an item's embeddings do not depend on those beside it."""
         self._encoder = encoder
         self._blobs = blobs
-        self._threads = threads
         self._alone = alone
         self._rows: dict[int, _Row] = {}
         self._outputs: dict[bytes, torch.Tensor] = {}  # [K, P, D]
@@ -101,7 +97,7 @@ class Multimodal:
                 )  # torch warns of memory that it may not write
                 found[item.hash] = Item(blob.grid, torch.from_numpy(patches), blob.mean, blob.std)
         batches = [[name] for name in found] if self._alone else [list(found)] if found else []
-        with _torch_threads(self._threads), torch.inference_mode():
+        with torch.inference_mode():
             for names in batches:
                 embeddings = self._encoder.encode([found[name] for name in names])
                 self._outputs.update(zip(names, embeddings, strict=True))
@@ -185,14 +181,3 @@ def _misfit(config: VisionConfig, item: MediaItem, blob: Blob) -> str:
     if len(blob.mean) != config.channels or len(blob.std) != config.channels or 0 in blob.std:
         return f"it has means and deviations of {len(blob.mean)} and {len(blob.std)} channels, or a deviation of 0"
     return ""
-
-
-@contextmanager
-def _torch_threads(count: int) -> Iterator[None]:
-    """Torch has so many threads meanwhile."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

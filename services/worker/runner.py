@@ -108,7 +108,7 @@ class TorchRunner:
             torch.set_num_threads(1)  # two pools of threads that wait for each other's cores ruin each other
         _log.info("kernels", ops=ops.name, isa=ops.level or None, threads=threads)
         _log.debug("program", listing=self._model.listing)
-        self._media = Multimodal(self._model.encoder, self._blobs, threads=threads, alone=settings.deterministic)
+        self._media = Multimodal(self._model.encoder, self._blobs, alone=settings.deterministic)
         return self._loaded
 
     def _be_nice(self, nice: int) -> None:

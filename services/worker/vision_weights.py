@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from kernels.linear.blocks import Blocks
 from kernels.ops import Ops
-from services.worker.layers import Affine, Merger, VisionBlock, VisionWeights
+from services.worker.layers import LayerNorm, Merger, VisionBlock, VisionWeights
 from services.worker.models.config import VisionConfig
 from services.worker.weights import Precision, Reader, TensorSource
 
@@ -42,15 +43,15 @@ def text_of(source: TensorSource) -> TensorSource:
 def load_vision(
     config: VisionConfig, source: TensorSource, ops: Ops[Any], precision: Precision, device: torch.device
 ) -> VisionWeights:
-    """The encoder's weights, in the type that a step computes in.
+    """The encoder's weights; none of them is quantized.
 
     Raises InvalidArgument that names a tensor that is missing, too many, or of another shape.
     """
     own = {name: name for name in source.names() if name.startswith(_VISION)}
-    reader = Reader(_Renamed(source, own), ops, precision, device)
+    reader = Reader(_Renamed(source, own), replace(ops, prepare_linear=ops.prepare_product), precision, device)
     hidden, merged = config.hidden_size, config.hidden_size * config.merged
     patch_shape = (hidden, config.channels, config.frames, config.patch, config.patch)
-    patch = Affine(
+    patch = ops.prepare_product(
         reader.tensor(f"{_VISION}patch_embed.proj.weight", *patch_shape).flatten(1),
         reader.tensor(f"{_VISION}patch_embed.proj.bias", hidden),
     )
@@ -68,23 +69,23 @@ def load_vision(
 def _block(reader: Reader, config: VisionConfig, prefix: str) -> VisionBlock:
     hidden, inner = config.hidden_size, config.intermediate_size
     return VisionBlock(
-        attention_norm=_affine(reader, f"{prefix}norm1", hidden),
-        qkv=_affine(reader, f"{prefix}attn.qkv", 3 * hidden, hidden),
-        output=_affine(reader, f"{prefix}attn.proj", hidden, hidden),
-        mlp_norm=_affine(reader, f"{prefix}norm2", hidden),
-        up=_affine(reader, f"{prefix}mlp.linear_fc1", inner, hidden),
-        down=_affine(reader, f"{prefix}mlp.linear_fc2", hidden, inner),
+        attention_norm=_norm(reader, f"{prefix}norm1", hidden),
+        qkv=reader.linear([f"{prefix}attn.qkv"], [3 * hidden], hidden, bias=True),
+        output=reader.linear([f"{prefix}attn.proj"], [hidden], hidden, bias=True),
+        mlp_norm=_norm(reader, f"{prefix}norm2", hidden),
+        up=reader.linear([f"{prefix}mlp.linear_fc1"], [inner], hidden, bias=True),
+        down=reader.linear([f"{prefix}mlp.linear_fc2"], [hidden], inner, bias=True),
     )
 
 
 def _merger(reader: Reader, config: VisionConfig, prefix: str, normed: int) -> Merger:
     joined = config.hidden_size * config.merged
     return Merger(
-        norm=_affine(reader, f"{prefix}norm", normed),
-        up=_affine(reader, f"{prefix}linear_fc1", joined, joined),
-        down=_affine(reader, f"{prefix}linear_fc2", config.output_size, joined),
+        norm=_norm(reader, f"{prefix}norm", normed),
+        up=reader.linear([f"{prefix}linear_fc1"], [joined], joined, bias=True),
+        down=reader.linear([f"{prefix}linear_fc2"], [config.output_size], joined, bias=True),
     )
 
 
-def _affine(reader: Reader, name: str, *shape: int) -> Affine:
-    return Affine(reader.tensor(f"{name}.weight", *shape), reader.tensor(f"{name}.bias", shape[0]))
+def _norm(reader: Reader, name: str, size: int) -> LayerNorm:
+    return LayerNorm(reader.tensor(f"{name}.weight", size), reader.tensor(f"{name}.bias", size))

@@ -8,6 +8,7 @@ import torch
 
 from kernels.dispatch import choose_ops
 from kernels.native import library as c
+from kernels.native.ops import Product
 from kernels.native.program import OUTPUT, Op
 from kernels.ops import MediaTensors
 from tests.kernels.native import LEVELS, instruction, load, pool
@@ -93,3 +94,20 @@ def test_native_angles(level, some):
     positions_3T = given.positions_3T if some else positions_T.expand(3, -1)
     expected = torch.cat(OPS.rope_axes_cos_sin(positions_3T, frequency_3E, 0.5, torch.float32), dim=1)
     torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_native_products_of_tensors(level, dtype):
+    """Of no row, of one, and of more than an item has; outputs that fill no vector; a view that is not contiguous."""
+    library = load(level)
+    weight_OI, bias_O = torch.randn(37, 50).to(dtype), torch.randn(37)
+    product = Product(library, pool(library), c.PackedWeight(library, weight_OI, bias_O))
+    for rows in (0, 1, 7, 300):
+        x_TI = torch.full((rows, 60), torch.nan)
+        x_TI[:, 3:53] = torch.randn(rows, 50)
+        expected = torch.nn.functional.linear(x_TI[:, 3:53], weight_OI.float(), bias_O)
+        torch.testing.assert_close(product(x_TI[:, 3:53]), expected, atol=1e-4, rtol=1e-5)
+    for wrong in (torch.zeros(2, 49), torch.zeros(2, 50, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="50 float32 inputs"):
+            product(wrong)

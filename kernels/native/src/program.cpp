@@ -60,6 +60,12 @@ void triptych_profile(Program* program, int on) { program->profile(on != 0); }
 // Seconds of each instruction since then.
 void triptych_times(const Program* program, double* seconds) { program->spent(seconds); }
 
+// y = x times a weight that is kept in floats, and its bias: x [rows, K], y [rows, N].
+void triptych_product(Pool* pool, const Weight* weight, const float* x, int64_t rows, float* y) {
+    const Spent spent{pool};
+    each_row(pool, rows ? linear_items(*weight, rows) : 0, [=](int64_t item) { linear(*weight, x, rows, item, y, weight->N, {0, nullptr, 0}); });
+}
+
 // The largest of each row of logits [rows, V], a row `stride` floats behind the other: its number. A NaN is the largest.
 void triptych_largest(Pool* pool, const float* logits, int64_t rows, int64_t V, int64_t stride, int32_t* ids) {
     const Spent spent{pool};

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.rope.reference import rope
-from services.worker.layers import Affine, Merger, VisionBlock, VisionWeights
+from services.worker.layers import LayerNorm, Merger, VisionBlock, VisionWeights
 from services.worker.models.config import VisionConfig
 
 _EPS = 1e-6
@@ -87,8 +87,8 @@ class VisionEncoder:
             for begin in range(first, first + frame.patches, MOST_PATCHES):
                 pixels.append(self._pixels(items[frame.item], begin, min(begin + MOST_PATCHES, first + frame.patches)))
                 if len(frames) == 1:
-                    pixels[-1] = _affine(pixels[-1], self._weights.patch)
-        return torch.cat(pixels) if len(frames) == 1 else _affine(torch.cat(pixels), self._weights.patch)
+                    pixels[-1] = self._weights.patch(pixels[-1])
+        return torch.cat(pixels) if len(frames) == 1 else self._weights.patch(torch.cat(pixels))
 
     def _pixels(self, item: Item, first: int, last: int) -> torch.Tensor:
         """(byte / 255 - mean) / std of some patches, [N, B]."""
@@ -126,7 +126,7 @@ class VisionEncoder:
         frames: Sequence[_Frame],
     ) -> torch.Tensor:
         """Every patch attends to those of its frame; frames of one size beside each other go together."""
-        qkv_NXA = torch.unflatten(_affine(x_NC, block.qkv), 1, (3 * self.config.num_heads, -1))
+        qkv_NXA = torch.unflatten(block.qkv(x_NC), 1, (3 * self.config.num_heads, -1))
         qk_NXA, v_NHA = torch.split(qkv_NXA, [2 * self.config.num_heads, self.config.num_heads], dim=1)
         q_NHA, k_NHA = rope(qk_NXA, cos_NE, sin_NE).chunk(2, dim=1)
         outputs: list[torch.Tensor] = []
@@ -139,11 +139,11 @@ class VisionEncoder:
             attended_FHLA = F.scaled_dot_product_attention(q_FHLA, k_FHLA, v_FHLA)
             outputs.append(attended_FHLA.transpose(1, 2).reshape(last - first, -1))
             first = last
-        return _affine(torch.cat(outputs), block.output)
+        return block.output(torch.cat(outputs))
 
     def _mlp(self, x_NC: torch.Tensor, block: VisionBlock) -> torch.Tensor:
         approximate = "none" if self.config.exact_gelu else "tanh"
-        return _affine(F.gelu(_affine(_norm(x_NC, block.mlp_norm), block.up), approximate=approximate), block.down)
+        return block.down(F.gelu(block.up(_norm(x_NC, block.mlp_norm)), approximate=approximate))
 
     def _tables(self, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of the patches of a frame, in their order: learned positions [L, C], cos and sin of their angles [L, E]."""
@@ -191,14 +191,10 @@ def _passes(frames: Sequence[_Frame]) -> Iterator[list[_Frame]]:
         yield together
 
 
-def _affine(x: torch.Tensor, by: Affine) -> torch.Tensor:
-    return F.linear(x, by.weight, by.bias)
-
-
-def _norm(x: torch.Tensor, by: Affine) -> torch.Tensor:
-    return F.layer_norm(x, x.shape[-1:], by.weight, by.bias, _EPS)
+def _norm(x_NX: torch.Tensor, by: LayerNorm) -> torch.Tensor:
+    return F.layer_norm(x_NX, x_NX.shape[-1:], by.weight_X, by.bias_X, _EPS)
 
 
 def _merge(x_MX: torch.Tensor, merger: Merger) -> torch.Tensor:
     """Joined patches [M, U * C] to [M, D]."""
-    return _affine(F.gelu(_affine(x_MX, merger.up)), merger.down)
+    return merger.down(F.gelu(merger.up(x_MX)))

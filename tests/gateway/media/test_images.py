@@ -115,6 +115,11 @@ def test_files_that_break_off_are_refused(kind: str) -> None:
     assert "broken" in _refused(whole[: len(whole) // 2])
 
 
+def test_a_palette_that_is_not_there_is_told() -> None:
+    """The pixels of such a file load; what goes wrong is asking for their colours."""
+    assert "broken" in _refused(png(2, 1, b"\0\0\1", colour=3))
+
+
 @pytest.mark.parametrize(
     "data", [b"", b"not an image", b"<html>404</html>", b"%PDF-1.4", b"RIFF" + bytes(40), b"\x89PNG\r\n\x1a\n"]
 )

@@ -85,7 +85,10 @@ def pixels_of(image: Image.Image) -> Image.Image:
     # Nobody's pixels are wrong because of a broken note beside them.
     with contextlib.suppress(*BROKEN):
         ImageOps.exif_transpose(image, in_place=True)
-    return _opaque(image)
+    try:
+        return _opaque(image)
+    except BROKEN as error:  # say a palette that is not there
+        raise _broken(error) from None
 
 
 def _opaque(image: Image.Image) -> Image.Image:

@@ -107,8 +107,11 @@ _COVER = av.stream.Disposition.attached_pic
 
 
 def _check_size(width: int, height: int, limits: MediaSettings) -> None:
+    size = f"frames of {width} x {height} pixels"
+    if max(width, height) > limits.image_side:  # resizing along the one side first would make a long one a large one
+        raise TooLarge(f"{size} are too large: a side may have {limits.image_side}")
     if width * height > limits.video_pixels:
-        raise TooLarge(f"frames of {width} x {height} pixels: at most {limits.video_pixels} are taken")
+        raise TooLarge(f"{size}: at most {limits.video_pixels} are taken")
 
 
 def _packet_times(file: BinaryIO, limits: MediaSettings) -> tuple[Size, list[Fraction]]:
@@ -194,7 +197,7 @@ def _time_of(frame: VideoFrame, stream: VideoStream, expected: Sequence[Fraction
 def _legacy_turn(stream: VideoStream) -> int:
     """Degrees to turn counter-clockwise, of files that say it in a tag ("rotate", clockwise)."""
     tag = next((value for key, value in stream.metadata.items() if key.lower() == "rotate"), "")
-    return -int(tag) if len(tag) < 5 and tag.lstrip("-").isdecimal() else 0
+    return -int(tag) if len(tag) < 5 and tag.removeprefix("-").isdecimal() else 0
 
 
 def _upright(frame: VideoFrame, turn: int) -> Image.Image:

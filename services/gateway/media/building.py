@@ -27,7 +27,10 @@ class Media:
         self._metrics = metrics
         folder = blob_folder(settings)
         self.uploads = Uploads(
-            folder.with_name(f"{folder.name}-uploads"), settings.media_uploads_bytes, settings.media_max_bytes
+            folder.with_name(f"{folder.name}-uploads"),
+            settings.media_uploads_bytes,
+            settings.media_max_bytes,
+            self._make_room,
         )
         self._side: MediaSide | None = None
         self._door: MediaDoor | None = None
@@ -40,6 +43,11 @@ class Media:
             sources = Sources(settings.media_max_bytes, self.uploads, _fetcher(settings), settings.media_files)
             self._door = MediaDoor(self._side, sources, self._metrics, settings.media_max_items)
         return self._door
+
+    def _make_room(self, need: int) -> None:
+        """Blobs that nobody needs make room for an upload."""
+        if self._side is not None:
+            self._side.store.make_room(need)
 
     @property
     def store(self) -> BlobStore | None:

@@ -16,9 +16,9 @@ from types import TracebackType
 from typing import Self
 
 from services.common.errors import Unavailable
-from services.gateway.media.faults import fault
+from services.gateway.media.faults import TOO_LARGE, fault
 from services.gateway.media.items import MediaOptions, MediaSettings, PixelSettings, Processed, item_hash
-from services.gateway.media.processes import MediaProcesses, Refused
+from services.gateway.media.processes import MediaProcesses, NoRoom, Refused
 from services.gateway.media.store import BlobStore, Pin
 
 _LONG = 1 << 18
@@ -117,7 +117,13 @@ class MediaSide:
 
     async def _make(self, name: bytes, data: bytes | Path, pixels: PixelSettings, options: MediaOptions) -> Processed:
         await asyncio.to_thread(self.store.make_room)
-        processed = await self.processes.process(data, pixels, options, name)
+        try:
+            processed = await self.processes.process(data, pixels, options, name)
+        except NoRoom as full:  # how much it takes is known now: others that nobody needs go, and it is made again
+            if not self.store.could_hold(full.nbytes):
+                raise Refused(f"{full.nbytes} bytes to encode: media_dir can't hold so many", TOO_LARGE) from None
+            await asyncio.to_thread(self.store.make_room, full.nbytes)
+            processed = await self.processes.process(data, pixels, options, name)
         self.made += 1
         self._known[name] = processed
         if len(self._known) > _KNOWN:

@@ -47,6 +47,14 @@ class Refused(Exception):
         self.reason = reason
 
 
+class NoRoom(ResourceExhausted):
+    """The file system of the blobs has no `nbytes` left."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__("media_dir has no room for another item; try again later", retry_after_ms=1000)
+        self.nbytes = nbytes
+
+
 class _Lost(Exception):
     """The child ended."""
 
@@ -185,7 +193,7 @@ class MediaProcesses:
         self._idle += await asyncio.gather(*(self._start() for _ in range(missing)))
 
     async def process(self, data: bytes | Path, pixels: PixelSettings, options: MediaOptions, name: bytes) -> Processed:
-        """Makes the blob of that hash. Raises Refused, or ResourceExhausted where too many wait."""
+        """Makes the blob of that hash. Raises Refused, NoRoom, or ResourceExhausted where too many wait."""
         if self.waiting >= self.settings.queue:
             raise ResourceExhausted("too many media items are waiting; try again later", retry_after_ms=1000)
         self.waiting += 1
@@ -270,7 +278,7 @@ def _read(answer: Frame) -> Processed:
     if "wrong" in answer:
         raise Refused(answer["wrong"], TOO_LARGE if answer["large"] else MALFORMED)
     if "full" in answer:
-        raise ResourceExhausted("media_dir has no room for another item; try again later", retry_after_ms=1000)
+        raise NoRoom(answer["full"])
     if "failed" in answer:
         _LOG.error("a media process could not do its work", extra={"reason": answer["failed"]})
         raise internal("media could not be stored")

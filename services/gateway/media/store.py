@@ -62,6 +62,11 @@ class BlobStore:
         self.limit_bytes = limit_bytes
         self.reserve_bytes = reserve_bytes
         self._held: dict[bytes, _Held] = {}
+        self._make_folder()
+
+    def _make_folder(self) -> None:
+        """Also later: what cleans up temporary files may take it away under a running server."""
+        folder = self.folder
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = folder.lstat()
@@ -132,6 +137,7 @@ class BlobStore:
         held = self._held[name]
         if self._is_there(name, held.descriptor):
             return
+        self._make_folder()
         size = os.fstat(held.descriptor).st_size
         with writing(self.folder, name, replace=True) as copy:
             done = 0
@@ -151,11 +157,12 @@ class BlobStore:
         except FileNotFoundError:
             return False
 
-    def make_room(self) -> None:
-        """Evicts what no request needs, beyond the limit and where the folder's file system gets full.
+    def make_room(self, need: int = 0) -> None:
+        """Evicts what no request needs, beyond the limit and where the folder's file system has no `need` bytes left.
 
         Raises ResourceExhausted where it is full of what requests need.
         """
+        self._make_folder()
         found = []
         now = time.time()
         for entry in os.scandir(self.folder):
@@ -169,17 +176,27 @@ class BlobStore:
         loose = [each for each in sorted(found) if each[2] not in held]
         total = sum(size for _, size, _ in loose)
         for _, size, name in loose:
-            if total <= self.limit_bytes and not self._is_full():
+            if total <= self.limit_bytes and not self._is_full(need):
                 return
             self._evict(name)
             total -= size  # gone, or another gateway's pin: needed, and not counted
-        if self._is_full():
+        if self._is_full(need):
             raise ResourceExhausted("media_dir is full of what running requests need", retry_after_ms=1000)
 
-    def _is_full(self) -> bool:
+    def could_hold(self, size: int) -> bool:
+        """Whether so many bytes have room in the file system once everything else has gone."""
         system = os.statvfs(self.folder)
-        reserve = system.f_blocks // _RESERVE * system.f_frsize if self.reserve_bytes is None else self.reserve_bytes
-        return system.f_bavail * system.f_frsize < reserve
+        return size + self._reserve(system) <= system.f_blocks * system.f_frsize
+
+    def _reserve(self, system: os.statvfs_result) -> int:
+        if self.reserve_bytes is not None:
+            return self.reserve_bytes
+        return system.f_blocks // _RESERVE * system.f_frsize
+
+    def _is_full(self, need: int) -> bool:
+        system = os.statvfs(self.folder)
+        few_names = system.f_favail < system.f_files // _RESERVE  # of a file system that counts them
+        return few_names or system.f_bavail * system.f_frsize < self._reserve(system) + need
 
     def _evict(self, name: str) -> bool:
         """Removes a file that nobody has locked; says whether it is gone."""

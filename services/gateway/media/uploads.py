@@ -4,16 +4,18 @@
     FOLDER/n<SHA-256 of the name>     a link to such a file
     FOLDER/.<random>                  a file that is still coming
 
-Beyond the limit of bytes those unused for longest go. Names are secret to their salt, since it is part of their hash.
+Beyond the limits those unused for longest go. Names are secret to their salt, since it is part of their hash.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import secrets
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -23,6 +25,8 @@ from services.common.errors import DataLoss, FailedPrecondition, InvalidArgument
 CHUNK_BYTES = 1 << 20
 _NAMES = 16_384
 """Names that are kept, the newest ones."""
+_SHARE = 4
+"""No more of their file system than a part of so many: see `Uploads._limits`."""
 _BETWEEN = 256
 """New names from one look at how many there are to the next."""
 
@@ -30,8 +34,12 @@ _BETWEEN = 256
 class Uploads:
     """The folder. All but `begin` reads or writes content: to be called in threads."""
 
-    def __init__(self, folder: Path, limit_bytes: int, max_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, limit_bytes: int, max_bytes: int, make_room: Callable[[int], None] = lambda need: None
+    ) -> None:
+        """`make_room` gets back so many bytes of the folder's file system from others, if it can."""
         self._folder = folder
+        self.make_room = make_room
         self._limit_bytes = limit_bytes
         self._max_bytes = max_bytes
         self._named = 0
@@ -39,7 +47,8 @@ class Uploads:
     def begin(self) -> Upload:
         """A file that comes in pieces."""
         self._make_folder()
-        return Upload(self, self._folder / f".{secrets.token_hex(16)}", min(self._max_bytes, self._limit_bytes))
+        most, _ = self._limits()
+        return Upload(self, self._folder / f".{secrets.token_hex(16)}", min(self._max_bytes, most))
 
     def read(self, digest: bytes) -> bytes | None:
         """A file by its SHA-256; None where it is not here, or no longer."""
@@ -67,8 +76,12 @@ class Uploads:
                 upload.add(data)
                 upload.finish()
         spare = self._folder / f".{secrets.token_hex(16)}"
-        spare.symlink_to(digest.hex())
-        spare.replace(self._name(salt, modality, uuid))
+        try:
+            spare.symlink_to(digest.hex())
+            spare.replace(self._name(salt, modality, uuid))
+        except OSError as error:
+            spare.unlink(missing_ok=True)
+            raise _no_room(error) from None
         self._named += 1
         if self._named % _BETWEEN == 0:
             self._make_room()
@@ -100,7 +113,17 @@ class Uploads:
             return False
         return True
 
+    def _limits(self) -> tuple[int, int]:
+        """Bytes, and files and names of each: what was set, and never more than a share of the file system.
+
+        The blobs beside them need the rest: they go as soon as nobody needs them, and uploads only for others.
+        """
+        system = os.statvfs(self._folder)
+        most = min(self._limit_bytes, system.f_blocks * system.f_frsize // _SHARE)
+        return most, min(_NAMES, system.f_files // (2 * _SHARE)) if system.f_files else _NAMES
+
     def _make_room(self) -> None:
+        most, number = self._limits()
         files: list[tuple[int, int, str]] = []
         links: list[tuple[int, str]] = []
         with os.scandir(self._folder) as entries:
@@ -112,15 +135,16 @@ class Uploads:
                     else:
                         files.append((found.st_mtime_ns, found.st_size, entry.path))
         held = sum(size for _, size, _ in files)
-        for _, size, path in sorted(files)[:-1]:
-            if held <= self._limit_bytes:
+        files.sort()
+        for index, (_, size, path) in enumerate(files[:-1]):
+            if held <= most and len(files) - index <= number:
                 break
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             held -= size
         links.sort(reverse=True)
-        for number, (_, path) in enumerate(links):
-            if number >= _NAMES or not os.path.exists(path):
+        for index, (_, path) in enumerate(links):
+            if index >= number or not os.path.exists(path):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
 
@@ -134,7 +158,10 @@ class Upload:
         self._limit_bytes = limit_bytes
         self._hash = hashlib.sha256()
         self._size = 0
-        self._file = path.open("xb", buffering=0)
+        try:
+            self._file = path.open("xb", buffering=0)
+        except OSError as error:
+            raise _no_room(error) from None
 
     def __enter__(self) -> Self:
         return self
@@ -151,11 +178,24 @@ class Upload:
         self._hash.update(data)
         rest = memoryview(data)
         try:
+            rest = self._write(rest)
+            if rest:
+                self._uploads.make_room(len(rest))
+                rest = self._write(rest)
+        except OSError as error:
+            raise _no_room(error) from None
+        if rest:
+            raise _no_room(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+    def _write(self, rest: memoryview) -> memoryview:
+        """As much as there is room for; what is left."""
+        try:
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
-            words = f"no room for media on this server: {error.strerror}"
-            raise ResourceExhausted(words, reason="MEDIA_FULL", retry_after_ms=1000) from None
+            if error.errno != errno.ENOSPC:
+                raise
+        return rest
 
     def finish(self, expected: bytes | None = None) -> bytes:
         """The file is complete: its SHA-256. Raises DataLoss where that is not the expected one."""
@@ -166,3 +206,8 @@ class Upload:
             raise DataLoss("sha256: the file that came has another hash", field="sha256")
         self._uploads.keep(self._path, digest)
         return digest
+
+
+def _no_room(error: OSError) -> ResourceExhausted:
+    words = f"no room for media on this server: {error.strerror}"
+    return ResourceExhausted(words, reason="MEDIA_FULL", retry_after_ms=1000)

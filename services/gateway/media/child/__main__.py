@@ -7,7 +7,6 @@ end) ends the process, and the gateway starts another.
 from __future__ import annotations
 
 import ctypes
-import errno
 import json
 import os
 import resource
@@ -20,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from services.gateway.media.child.bad import BadMedia, TooLarge
+from services.gateway.media.child.bad import BadMedia, NoRoom, TooLarge
 from services.gateway.media.child.make import Job, make
 from services.gateway.media.frames import HEAD, LONGEST, Frame, pack
 from services.gateway.media.items import MediaOptions, MediaSettings, PixelSettings
@@ -131,9 +130,9 @@ def _answer(job: Job, limits: MediaSettings, line: Line) -> Mapping[str, Any]:
         return {"wrong": "decoding it takes more memory than a media process may use", "large": True}
     except (Gone, ConnectionError):
         raise
+    except NoRoom as error:
+        return {"full": error.nbytes}
     except Exception as error:  # not the file's fault: the gateway logs it, and the next item comes
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return {"full": True}
         return {"failed": f"{type(error).__name__}: {error}"}
 
 

@@ -14,6 +14,14 @@ class TooLarge(BadMedia):
     """It is beyond a limit of the server."""
 
 
+class NoRoom(Exception):
+    """The blob, of `nbytes`, has no room in its file system."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(f"no room for {nbytes} bytes")
+        self.nbytes = nbytes
+
+
 BROKEN = (
     ArithmeticError,
     AssertionError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image
 
-from services.gateway.media.child.bad import TooLarge
+from services.gateway.media.child.bad import NoRoom, TooLarge
 from services.gateway.media.child.images import decode_bytes, open_image, pixels_of
 from services.gateway.media.child.patches import write_patches
 from services.gateway.media.child.videos import Clip, Pixels, Size, read_video
@@ -94,17 +95,23 @@ def _resized(image: Image.Image, size: Size, pixels: PixelSettings) -> Pixels:
 
 
 def _written(job: Job, clip: Clip, limits: MediaSettings) -> Processed:
-    """The blob of the frames; the last patch in time is filled up by the last frame."""
+    """The blob of the frames; the last patch in time is filled up by the last frame. Raises NoRoom."""
     pixels, frames = job.pixels, clip.frames
     high, wide = (side // pixels.patch_size for side in frames[0].shape[:2])
     temporal = pixels.temporal_patch_size
     grid = (-(-len(frames) // temporal), high, wide)
-    with writing(Path(limits.folder), job.name) as file:
-        file.write(blob_head(job.name, pixels, grid))
-        for first in range(0, len(frames), temporal):
-            together = frames[first : first + temporal]
-            write_patches(file, np.stack([*together, *together[-1:] * (temporal - len(together))]), pixels)
-        nbytes = file.tell()
+    head = blob_head(job.name, pixels, grid)
+    try:
+        with writing(Path(limits.folder), job.name) as file:
+            file.write(head)
+            for first in range(0, len(frames), temporal):
+                together = frames[first : first + temporal]
+                write_patches(file, np.stack([*together, *together[-1:] * (temporal - len(together))]), pixels)
+            nbytes = file.tell()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise NoRoom(len(head) + grid[0] * high * wide * pixels.patch_bytes) from None
     embeddings = grid[0] * high * wide // pixels.merge_size**2
     times = patch_times(clip.times, temporal)
     return Processed(job.name, pixels.modality, grid, embeddings, times, temporal * clip.seconds, nbytes)

@@ -10,6 +10,13 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _NUMBER = re.compile(r"[0-9]+|0[xX][0-9a-fA-F]*")
 _NAT64 = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
+_SPECIAL: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...] = (
+    ipaddress.IPv4Network("192.0.0.0/24"),  # of protocols, RFC 6890; clouds answer there too
+    ipaddress.IPv4Network("192.88.99.0/24"),  # relays of 6to4, RFC 7526
+    ipaddress.IPv4Network("168.63.129.16/32"),  # Azure's own service, seen from each of its machines
+    ipaddress.IPv6Network("3fff::/20"),  # examples, RFC 9637
+)
+"""Not of the public internet, whatever the release of Python says: 3.11.7 knows only parts of them."""
 _COMPATIBLE = ipaddress.IPv6Network("::/96")
 
 
@@ -34,6 +41,8 @@ def is_public(address: Address) -> bool:
 
 def _is_public(address: Address) -> bool:
     if isinstance(address, ipaddress.IPv6Address) and (address.scope_id is not None or address.is_site_local):
+        return False
+    if any(address in network for network in _SPECIAL):
         return False
     return address.is_global and not (
         address.is_private

@@ -117,6 +117,20 @@ async def test_other_kinds_of_url_are_refused(uploads: Uploads, url: str) -> Non
 
 
 @pytest.mark.parametrize(
+    "url", ["http://" + "\u00e9." * 4096, "file:///" + "a/" * 4096, "http://example.com/" + "x" * 8192]
+)
+async def test_a_long_url_is_refused_before_it_is_read(uploads: Uploads, url: str) -> None:
+    """A host of a million labels takes seconds to be read as a name."""
+
+    class Unread:
+        async def fetch(self, url: str, where: str) -> bytes:
+            raise AssertionError("it was to be fetched")
+
+    found = await refusal(Sources(LIMIT, uploads, Unread(), "/"), part(url))
+    assert (found.reason, found.message) == ("MEDIA_MALFORMED", f"{WHERE}: a URL of more than 8192 characters")
+
+
+@pytest.mark.parametrize(
     "url", ["https://example.com/a.png", "http://127.0.0.1/", "HTTPS://example.com", "file:///etc/passwd"]
 )
 async def test_nothing_is_fetched_or_read_unless_the_operator_says_so(uploads: Uploads, url: str) -> None:

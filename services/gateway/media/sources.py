@@ -24,6 +24,8 @@ from services.gateway.parts import MediaPart
 _DATA: Final = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?P<parameters>(;[^,;]*)*?)(?P<base64>;base64)?", re.I)
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*:", re.I)
 _LONGEST_HEAD: Final = 256
+_LONGEST_URL: Final = 8192
+"""Characters of one without content. Reading a host's name of a million takes seconds on the event loop."""
 _PIECE: Final = 1 << 16
 """Characters that are decoded without a break; a multiple of 4."""
 _AT_ONCE: Final = 16
@@ -92,10 +94,13 @@ class Sources:
         return data
 
     async def _behind(self, url: str, part: MediaPart) -> Sourced:
-        scheme = _SCHEME.match(url)
-        match scheme.group().lower() if scheme else "":
-            case "data:":
-                return await self._decoded(url, part)
+        scheme = _SCHEME.match(url, 0, _LONGEST_HEAD)
+        kind = scheme.group().lower() if scheme else ""
+        if kind == "data:":
+            return await self._decoded(url, part)
+        if len(url) > _LONGEST_URL:
+            raise fault(MALFORMED, part.where, f"a URL of more than {_LONGEST_URL} characters")
+        match kind:
             case "http:" | "https:":
                 if self._fetcher is None:
                     raise fault(REFUSED, part.where, "this server fetches no media; send a data: URL, or upload it")

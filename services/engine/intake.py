@@ -53,6 +53,7 @@ def check_media(spec: RequestSpec, largest_item: int) -> None:
                 f"{field} makes {item.embeddings} embeddings; the encoder takes {largest_item} at most "
                 "(encoder_budget, encoder_cache_size)",
                 field=field,
+                reason="MEDIA_TOO_LARGE",
             )
         if sizes.setdefault(item.hash, item.embeddings) != item.embeddings:
             raise InvalidArgument(f"{field} has another size than an earlier item with its hash", field=field)

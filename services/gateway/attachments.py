@@ -124,8 +124,10 @@ class Attachments:
             waiting[self._placeholders[item.modality]].append(item)
         return self._split.sub(lambda found: self._rules.expand(waiting[found.group()].popleft()), text)
 
-    def place(self, ids: Sequence[int], items: Sequence[Processed], field: str) -> list[MediaItem]:
-        """Where the items lie: from the first of their ids to the last, with what stands between.
+    def place(
+        self, ids: Sequence[int], items: Sequence[Processed], parts: Sequence[MediaPart], field: str
+    ) -> list[MediaItem]:
+        """Where the items of the parts lie: from the first of their ids to the last, with what stands between.
 
         Order among items of one modality is that of the prompt. Raises InvalidArgument where the ids are not theirs:
         a tokenizer may read other text as a placeholder too.
@@ -136,7 +138,7 @@ class Attachments:
                 places[self._modalities[token_id]].append(index)
         begun = Counter(dict.fromkeys(places, 0))
         placed = []
-        for item in items:
+        for item, part in zip(items, parts, strict=True):
             own = places[item.modality]
             first = begun[item.modality]
             last = first + item.embeddings
@@ -144,7 +146,7 @@ class Attachments:
                 raise InvalidArgument(f"{field}: the prompt has too few placeholders for its media", field=field)
             begun[item.modality] = last
             offset, length = own[first], own[last - 1] + 1 - own[first]
-            placed.append(MediaItem(item.hash, item.modality, offset, length, item.embeddings, item.grid))
+            placed.append(MediaItem(item.hash, item.modality, offset, length, item.embeddings, item.grid, part.where))
         if any(begun[modality] != len(own) for modality, own in places.items()):
             raise InvalidArgument(f"{field}: some text looks like placeholders of media", field=field)
         placed.sort(key=lambda item: item.offset)

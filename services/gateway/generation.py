@@ -69,6 +69,7 @@ class Generation:
         self._interval = shown.stream_interval
         self._constraint = spec.sampling.constraint
         self._forbids = spec.forbids
+        self._parts = {f"media[{index}]": item.where for index, item in enumerate(spec.media)}
         matcher = StopMatcher(spec.text.stop) if spec.text.stop else None
         self._pipelines = [
             ChoicePipeline(
@@ -152,6 +153,10 @@ class Generation:
         """The engine's error, with the field at fault as the client spells it."""
         if error.field == "sampling" and self._forbids is not None:
             return InvalidArgument(f"{self._forbids}: {error.message}", field=self._forbids, reason=error.reason)
+        part = self._parts.get(error.field or "")
+        if part:
+            words = f"{part}{error.message.removeprefix(error.field or '')}"
+            return InvalidArgument(words, field=part, reason=error.reason)
         return spelled(error, self._constraint)
 
     def _apply(self, events: Sequence[EngineEvent]) -> Sequence[int]:

@@ -158,7 +158,7 @@ class Prompts:
             special = bool(asked.add_special_tokens)
             text = side.expand(rendered.text, processed)
             ids = await self._pool.encode(text, add_special_tokens=special, max_ids=most, field=field)
-            placed = await self._pool.run(lambda _: side.place(ids, processed, field), size=len(text))
+            placed = await self._pool.run(lambda _: side.place(ids, processed, wanted.parts, field), size=len(text))
             place = caller.spell("truncate_prompt_tokens")
             items = attachments.cut(placed, len(ids), limit, asked.truncation_side, place)
             ids = cut(ids, limit, asked.truncation_side)

@@ -151,6 +151,7 @@ class MediaItem:
     length: int
     embeddings: int
     grid: tuple[int, int, int]  # patches in time, height and width
+    where: str = ""  # the part, as the client knows it
 
 
 @dataclass(slots=True, frozen=True)

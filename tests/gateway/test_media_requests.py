@@ -10,8 +10,9 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
+from google.rpc.code_pb2 import INVALID_ARGUMENT
 
-from protos import gateway_pb2
+from protos import common_pb2, gateway_pb2
 from services.common.errors import DataLoss, InvalidArgument
 from services.common.server import error_of
 from tests.gateway.fake_engine import until
@@ -123,6 +124,28 @@ async def test_what_is_no_image_is_told_at_its_part(tmp_path: Path) -> None:
             assert isinstance(error_of(caught.value), InvalidArgument)
             assert error_of(caught.value).field == "messages[0].content[0]"
         assert (pinned(s), s.engine.submits) == (0, [])
+
+
+async def test_an_item_that_the_engine_refuses_is_told_at_its_part(tmp_path: Path) -> None:
+    """The engine counts items as they lie in the prompt, and knows no parts."""
+    engine = seeing_engine()
+    engine.refuse = common_pb2.Failure(
+        code=INVALID_ARGUMENT,
+        message="media[1] makes 64 embeddings; the encoder takes 16 at most",
+        field="media[1]",
+        reason="MEDIA_TOO_LARGE",
+    )
+    async with seeing_stack(tmp_path, engine) as s:
+        turns = [*user("one ", video_part()), *user("two ", image_part())]
+        error = await refused(s, turns)
+        assert (error["param"], error["code"]) == ("messages[1].content[1]", "media_too_large")
+        assert error["message"] == "messages[1].content[1] makes 64 embeddings; the encoder takes 16 at most"
+        answer = await s.http.post(
+            "/v1/responses",
+            json={"input": [{"role": "user", "content": [{"type": "input_image", "image_url": url(png())}] * 2}]},
+        )
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input[0].content[1]")
+        assert pinned(s) == 0
 
 
 async def test_one_image_of_eight_requests_is_decoded_once(tmp_path: Path) -> None:

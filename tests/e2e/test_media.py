@@ -42,8 +42,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, folder: Path) -> Iterator[Cluster]:
-    """Steps of 16 tokens, so that every item is read in several, and too few blocks for all at once."""
-    engine = {"max_num_batched_tokens": 16, "block_size": 8, "num_blocks": 64, "max_num_seqs": 8}
+    """Steps of 16 tokens, so that videos are read in several, and blocks that run out under those who answer."""
+    engine = {
+        "max_num_batched_tokens": 16,
+        "block_size": 4,
+        "num_blocks": 64,
+        "max_num_seqs": 8,
+        "output_reserve_blocks": 0,
+    }
     with a_cluster(model, folder, worker={"dtype": "float32", "threads": 1}, engine=engine) as running:
         yield running
 
@@ -118,7 +124,7 @@ def pixels_of_films(parts: Parts, folder: Path) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def expected(model: Path, parts: Parts, folder: Path) -> list[int]:
+def expected(model: Path, parts: Parts, folder: Path, count: int = COUNT) -> list[int]:
     """The greedy answer of transformers."""
     ids = torch.tensor([prompt_of(parts)])
     kinds = (ids == IDS["<|image_pad|>"]).int() + 2 * (ids == IDS["<|video_pad|>"]).int()
@@ -129,17 +135,17 @@ def expected(model: Path, parts: Parts, folder: Path) -> list[int]:
         inputs["image_grid_thw"] = torch.cat([still["image_grid_thw"] for still in stills])
     made = oracle(model)
     made.model.rope_deltas = None
-    answer = made.generate(**inputs, max_new_tokens=COUNT, min_new_tokens=COUNT, do_sample=False)
+    answer = made.generate(**inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False)
     ids_made: list[int] = answer[0, ids.shape[1] :].tolist()
     return ids_made
 
 
-async def ask(cluster: Cluster, *requests: Parts, **fields: Any) -> list[dict[str, Any]]:
+async def ask(cluster: Cluster, *requests: Parts, count: int = COUNT, **fields: Any) -> list[dict[str, Any]]:
     """All at once, as many tokens as the oracle gives."""
     bodies = [
         chat_body(
             *(part if isinstance(part, str) else part.part() for part in parts),
-            max_tokens=COUNT,
+            max_tokens=count,
             ignore_eos=True,
             **fields,
         )
@@ -181,6 +187,22 @@ async def test_answers_are_those_of_transformers_in_a_mixed_batch(cluster: Clust
     # Of 8 items two are there twice. A preempted request may be encoded again, where its output had to go.
     assert metric(cluster, "gateway", "triptych:media_made") == 6
     assert metric(cluster, "worker", "triptych:worker_missing_media_total") == 0
+
+
+async def test_preempted_requests_give_the_same_answers(cluster: Cluster, model: Path, folder: Path) -> None:
+    """Four whose prompts take most of the 64 blocks; each grows by 10 more."""
+    blobs = folder / "blobs"
+    requests: list[Parts] = [
+        ["Who moves in ", Film(5, blobs), "?"],
+        [Still(picture(6)), "is it in ", Film(5, blobs), "?"],
+        [Still(picture(2, 64, 64)), " beside ", Still(picture(3, 128, 32)), " and ", Still(picture(4, 40, 90)), "?"],
+        ["No picture at all"],
+    ]
+    preempted = metric(cluster, "engine", "vllm:num_preemptions_total")
+    answers = await ask(cluster, *requests, count=40)
+    for parts, answer in zip(requests, answers, strict=True):
+        assert ids_of(answer) == expected(model, parts, blobs, 40), parts
+    assert metric(cluster, "engine", "vllm:num_preemptions_total") > preempted
 
 
 async def test_the_same_image_in_eight_requests(cluster: Cluster, model: Path, folder: Path) -> None:

@@ -106,7 +106,7 @@ async def test_a_conversation_with_media_is_tokenized_as_it_would_be_sent(tmp_pa
 
 
 async def test_what_is_no_image_is_told_at_its_part(tmp_path: Path) -> None:
-    """C127."""
+    """C127, C128."""
     async with seeing_stack(tmp_path) as s:
         for bad, words in (
             (png(kind="JPEG")[:-128], "broken"),
@@ -123,6 +123,15 @@ async def test_what_is_no_image_is_told_at_its_part(tmp_path: Path) -> None:
                 await grpc_chat(s, gateway_pb2.ContentPart(image_url=url(bad)))
             assert isinstance(error_of(caught.value), InvalidArgument)
             assert error_of(caught.value).field == "messages[0].content[0]"
+        for bad_url in (  # C128
+            "data:image/png;base64,not!!!base64!!!",
+            "data:image/png,abc",
+            "data:text/plain;base64,aGVsbG8=",
+            "data:",
+            "https://example.com/a.png",
+        ):
+            error = await refused(s, user("one ", {"type": "image_url", "image_url": {"url": bad_url}}))
+            assert error["param"] == "messages[0].content[1]"
         assert (pinned(s), s.engine.submits) == (0, [])
 
 

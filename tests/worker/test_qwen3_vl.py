@@ -34,6 +34,8 @@ PROMPTS = {
     "video and images": Prompt().video(1, 2, 2, 8).image(2, 4, 9).text(50).image(2, 2, 10).text(51),
     "text": Prompt().text(*range(60, 80)),
 }
+ASKS = {"logprobs": VOCAB_SIZE, "prompt_logprobs": VOCAB_SIZE}
+"""Every log probability of every position."""
 SMALL = Prompt().text(3, 4).image(4, 4, 11).text(5).video(2, 2, 4, 12).text(6, 7)
 ALL = BlobsInHand(*PROMPTS.values(), SMALL)
 
@@ -64,9 +66,9 @@ def expected(model: Any, answers: dict[str, list[int]]) -> dict[str, torch.Tenso
     return found
 
 
-@pytest.fixture(scope="module")
-def loaded(folder: Path) -> TorchRunner:
-    return runner_of(folder, ALL)
+@pytest.fixture(scope="module", params=["native", "reference"])
+def loaded(folder: Path, request: pytest.FixtureRequest) -> TorchRunner:
+    return runner_of(folder, ALL, ops=request.param)
 
 
 @pytest.fixture
@@ -75,10 +77,10 @@ def driver(loaded: TorchRunner) -> Driver:
     return Driver(loaded)
 
 
-def logprobs(output: StepOutput) -> list[torch.Tensor]:
-    """Of every position that the step tells of, [V] by id."""
-    positions = [each for prompt in output.prompt_logprobs for each in prompt.positions if each]
-    positions += [each for result in output.results for each in result.logprobs]
+def logprobs(output: StepOutput, row: int = 0) -> list[torch.Tensor]:
+    """Of every position of a row that the step tells of, [V] by id."""
+    positions = [each for prompt in output.prompt_logprobs if prompt.row == row for each in prompt.positions if each]
+    positions += [each for result in output.results if result.row == row for each in result.logprobs]
     rows = []
     for candidates in positions:
         row = torch.full((VOCAB_SIZE,), torch.nan)
@@ -94,14 +96,13 @@ def test_logits_and_greedy_tokens(
     folder: Path, answers: dict[str, list[int]], expected: dict[str, torch.Tensor], ops: str, cut: bool
 ) -> None:
     driver = Driver(runner_of(folder, ALL, ops=ops))
-    asks = {"logprobs": VOCAB_SIZE, "prompt_logprobs": VOCAB_SIZE}
     for name, prompt in PROMPTS.items():
         length, answer = len(prompt.ids), answers[name]
         assert driver.answer(0, prompt, COUNT) == answer, name
-        output = driver.step([(0, 0, length)], [driver.put(0, prompt, **asks)], flags=[SAMPLES | PROMPT_LOGPROBS])
+        output = driver.step([(0, 0, length)], [driver.put(0, prompt, **ASKS)], flags=[SAMPLES | PROMPT_LOGPROBS])
         if cut:
             middle = length // 2
-            first = driver.step([(0, 0, middle)], [driver.put(0, prompt, **asks)], flags=[PROMPT_LOGPROBS])
+            first = driver.step([(0, 0, middle)], [driver.put(0, prompt, **ASKS)], flags=[PROMPT_LOGPROBS])
             found = logprobs(first)
             output = driver.step([(0, middle, length - middle)], flags=[SAMPLES | PROMPT_LOGPROBS])
             found += logprobs(output)
@@ -118,11 +119,14 @@ def test_a_cut_anywhere_gives_the_same_answer(driver: Driver, answers: dict[str,
     assert driver.answer(0, SMALL, COUNT, range(1, len(SMALL.ids))) == answers["small"]
 
 
-def test_rows_beside_each_other(driver: Driver, answers: dict[str, list[int]]) -> None:
+def test_rows_beside_each_other(
+    driver: Driver, answers: dict[str, list[int]], expected: dict[str, torch.Tensor]
+) -> None:
     """Four rows in every stage: they begin one after another, in chunks of other sizes, text among them."""
     names = ["image and video", "text", "three images", "one video"]
     prompts = [PROMPTS[name] for name in names]
     made: list[list[int]] = [[] for _ in names]
+    found: list[list[torch.Tensor]] = [[] for _ in names]
     done = [0] * len(names)
     for number in range(60):
         spans, flags, new = [], [], []
@@ -131,33 +135,39 @@ def test_rows_beside_each_other(driver: Driver, answers: dict[str, list[int]]) -
             if number < 2 * row or len(made[row]) >= COUNT:
                 continue
             if not done[row]:
-                new.append(driver.put(row, prompt))
+                new.append(driver.put(row, prompt, **ASKS))
             count = min(left, 3 + 2 * row) if not made[row] else 1
             spans.append((row, done[row], count))
             done[row] += count
-            flags.append(SAMPLES if done[row] >= len(prompt.ids) else 0)
+            flags.append((0 if made[row] else PROMPT_LOGPROBS) | (SAMPLES if done[row] >= len(prompt.ids) else 0))
         if not spans:
             break
         output = driver.step(spans, new, flags=flags)
         for row, ids in tokens(output).items():
             made[row] += ids
+        for row in range(len(names)):
+            found[row] += logprobs(output, row)
     assert made == [answers[name] for name in names]
+    for name, rows in zip(names, found, strict=True):
+        torch.testing.assert_close(torch.stack(rows), expected[name], atol=1e-4, rtol=0)
     assert len(driver.encoded) == sum(len(prompt.items) for prompt in prompts)
 
 
 @pytest.mark.parametrize("again", [True, False])
-def test_preempted_and_sent_again(driver: Driver, answers: dict[str, list[int]], again: bool) -> None:
+def test_preempted_and_sent_again(
+    driver: Driver, answers: dict[str, list[int]], expected: dict[str, torch.Tensor], again: bool
+) -> None:
     """As a new row with all its ids, on another row; its outputs are there still, or were dropped and come again."""
     prompt, answer = PROMPTS["image and video"], answers["image and video"]
     ALL.taken.clear()
     assert driver.answer(1, prompt, 3, [9]) == answer[:3]
     ids, names = len(prompt.ids) + 3, [item.hash for item in prompt.items]
-    new, dropped = driver.put(2, prompt, answer[:3]), names if again else []
+    new, dropped = driver.put(2, prompt, answer[:3], logprobs=VOCAB_SIZE), names if again else []
     driver.step([(2, 0, 11)], [new], freed=[1], dropped=dropped, flags=[0])
-    made = [*tokens(driver.step([(2, 11, ids - 11)]))[2]]
-    for place in range(ids, ids + 4):
-        made += tokens(driver.step([(2, place, 1)]))[2]
-    assert answer[:3] + made == answer
+    outputs = [driver.step([(2, 11, ids - 11)]), *(driver.step([(2, place, 1)]) for place in range(ids, ids + 4))]
+    assert answer[:3] + [token for output in outputs for token in tokens(output)[2]] == answer
+    found = torch.cat([torch.stack(logprobs(output, 2)) for output in outputs])
+    torch.testing.assert_close(found, expected["image and video"][ids - 1 :], atol=1e-4, rtol=0)
     assert ALL.taken == names * (2 if again else 1)
 
 

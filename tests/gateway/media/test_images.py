@@ -74,7 +74,7 @@ def test_one_colour_may_be_transparent() -> None:
 
 
 def test_inks_become_colours() -> None:
-    """C149: CMYK as Pillow and Adobe write it, which is inverted, and as others do, which is not marked."""
+    """C149: CMYK as Adobe stores it, inverted and marked so."""
     inks = Image.new("CMYK", (16, 16), (0, 255, 255, 0))
     inverted = encoded(inks, "JPEG", quality=100)
     assert b"Adobe" in inverted

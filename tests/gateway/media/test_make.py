@@ -17,7 +17,19 @@ from services.gateway.media.child.bad import BadMedia, TooLarge
 from services.gateway.media.child.make import Job, make
 from services.gateway.media.items import MediaOptions, MediaSettings
 from services.gateway.processors.rules import MediaRules
-from tests.gateway.media.files import IMAGE, NAME, VIDEO, Bytes, counting, encoded, made, noise, read_blob, video
+from tests.gateway.media.files import (
+    IMAGE,
+    NAME,
+    VIDEO,
+    Bytes,
+    counting,
+    encoded,
+    made,
+    noise,
+    read_blob,
+    turned,
+    video,
+)
 from tests.gateway.media.goldens.clips import CLIPS, clip_of, sampled_bytes
 
 GOLDENS = json.loads(Path(__file__).with_name("goldens").joinpath("goldens.json").read_text())["clips"]
@@ -69,6 +81,30 @@ def test_videos_are_those_of_transformers(number: int, tmp_path: Path) -> None:
     difference = np.abs(sampled_bytes(patches).astype(int) - golden["sample"])
     assert difference.max() <= 1
     assert np.count_nonzero(difference) <= 0.02 * difference.size
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "grid"),
+    [(4, 10_000, (1, 100, 2)), (1, 4096, (1, 128, 2)), (8000, 3, (1, 2, 104)), (1, 1, (1, 2, 2))],
+)
+def test_images_of_any_shape_have_a_patch_on_each_side(
+    width: int, height: int, grid: tuple[int, ...], tmp_path: Path
+) -> None:
+    """C131. A short side becomes 32 pixels, the long one its share of the least area, 1024, up to the next 32."""
+    processed, patches = made(encoded(Image.fromarray(noise(height, width)), "PNG"), IMAGE, tmp_path)
+    assert processed.grid == grid
+    assert len(patches) == grid[1] * grid[2]
+    assert patches.std() > 10
+
+
+@pytest.mark.parametrize(("matrix", "grid"), [((1, 0, 0, 1), (1, 2, 6)), ((0, 1, -1, 0), (1, 6, 2))])
+def test_turned_videos_have_the_size_they_are_shown_in(
+    matrix: tuple[int, int, int, int], grid: tuple[int, ...], tmp_path: Path
+) -> None:
+    """C146."""
+    data = turned(video(counting(2, 32, 96)), matrix)
+    processed, _ = made(data, replace(VIDEO, min_pixels=1024), tmp_path)
+    assert processed.grid == grid
 
 
 def test_the_last_patch_in_time_is_filled_up(tmp_path: Path) -> None:

@@ -36,6 +36,9 @@ QUARTERS[:24, :32] = (255, 0, 0)
 """Red at the top left."""
 
 
+NOTHING = MediaOptions()
+
+
 def _eight(times: Sequence[Fraction]) -> list[int]:
     return choose_frames(times, VIDEO, MediaOptions(num_frames=8))
 
@@ -79,6 +82,24 @@ def test_rates_that_are_no_decimal_fraction() -> None:
     """C140: 30000/1001."""
     clip = frames_of(video(counting(60), rate=Fraction(30_000, 1001)), every)
     assert clip.times == [index * 1001 / 30_000 for index in range(60)]
+
+
+@pytest.mark.parametrize("kind", ["mp4", "avi", "matroska"])
+def test_a_low_rate(kind: str) -> None:
+    """C137: of 0.4 frames a second, two a second are wanted: all there are, and no more."""
+    clip = frames_of(video(counting(6), rate=Fraction(2, 5), kind=kind), lambda at: choose_frames(at, VIDEO, NOTHING))
+    assert clip.times == [index * 2.5 for index in range(6)]
+    assert greens(clip) == pytest.approx(range(6), abs=2)
+
+
+def test_no_rate() -> None:
+    """C137: the headers of an AVI file say 0 frames a second, which FFmpeg takes for 25: the fewest are taken."""
+    file = bytearray(video(counting(6), kind="avi"))
+    rate, period = file.index(b"strh") + 8 + 20, file.index(b"avih") + 8
+    file[rate : rate + 8] = bytes(8)
+    file[period : period + 4] = bytes(4)
+    clip = frames_of(bytes(file), lambda at: choose_frames(at, VIDEO, NOTHING))
+    assert clip.times == [index / 25 for index in (0, 2, 3, 5)]
 
 
 def test_a_varying_rate() -> None:

@@ -30,6 +30,8 @@ from services.gateway.media.items import MediaOptions, MediaSettings, PixelSetti
 _LOG = logging.getLogger(__name__)
 _START_S = 60.0
 """A process that does not come up within this has no machine to come up on."""
+_WHERE_MODULES_ARE = ("-P",) if sys.flags.safe_path else ()
+"""As this process was told: modules in the folder where a user happens to be are not ours."""
 _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",  # numpy's threads would do nothing here and take room
     "MALLOC_ARENA_MAX": "1",
@@ -74,6 +76,7 @@ class _Child:
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                *_WHERE_MODULES_ARE,
                 "-m",
                 "services.gateway.media.child",
                 str(theirs.fileno()),

@@ -105,6 +105,22 @@ def test_they_end_where_the_gateway_is_killed(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
+def test_modules_of_the_folder_where_the_gateway_runs_are_not_run(tmp_path: Path) -> None:
+    """`triptych serve` starts the gateway so that none are: its media processes neither."""
+    (tmp_path / "json.py").write_text("raise SystemExit('not the library')")
+    code = (
+        "import asyncio; from services.gateway.media.items import MediaSettings\n"
+        "from services.gateway.media.processes import MediaProcesses\n"
+        "async def main():\n"
+        "    processes = MediaProcesses(MediaSettings('.', processes=1)); await processes.start()\n"
+        "    await processes.close()\n"
+        "asyncio.run(main())"
+    )
+    ours = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    run = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=ours, capture_output=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
 async def test_a_killed_process_costs_one_request(tmp_path: Path) -> None:
     async with running(tmp_path) as processes:
         victim = asyncio.create_task(_ask(processes, _endless(tmp_path)))

@@ -221,6 +221,18 @@ class TestUploads:
             file.add(b"and then the client left")
         assert list(uploads._folder.iterdir()) == []
 
+    def test_one_that_others_make_go_before_it_is_complete_is_told(self, tmp_path: Path) -> None:
+        made = Uploads(tmp_path / "u", 1000, 600)
+        with made.begin() as slow:
+            slow.add(bytes(600))
+            (unfinished,) = (tmp_path / "u").iterdir()
+            os.utime(unfinished, (1, 1))
+            made.name(b"b" * 600, "", "image", "quick")
+            with pytest.raises(ResourceExhausted) as caught:
+                slow.finish()
+        assert caught.value.reason == "MEDIA_FULL"
+        assert made.named("", "image", "quick") is not None
+
     def test_those_unused_for_longest_make_room(self, tmp_path: Path) -> None:
         made = Uploads(tmp_path / "u", 1000, 600)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
@@ -15,6 +14,15 @@ READING: Final[Mapping[str, tuple[str, ...]]] = {"image": (), "video": ("fps", "
 """Keys of media_io_kwargs, by modality."""
 PROCESSING: Final = ("min_pixels", "max_pixels", "fps", "num_frames", "min_frames", "max_frames")
 """Keys of mm_processor_kwargs."""
+MOST: Final[Mapping[str, int]] = {
+    "fps": 1000,
+    "num_frames": 1_000_000,
+    "min_frames": 1_000_000,
+    "max_frames": 1_000_000,
+    "min_pixels": 1 << 26,
+    "max_pixels": 1 << 26,
+}
+"""Far above what any model is made for; what the server takes is less, and is checked when the item is known."""
 _OF_IMAGES: Final = ("min_pixels", "max_pixels")
 
 
@@ -47,11 +55,12 @@ def _numbers(value: object, keys: Collection[str], field: str) -> dict[str, Any]
 
 
 def _number(name: str, value: object, field: str) -> float | int:
+    most = MOST[name]
     if name != "fps":
         number = whole(value)
-        if number is None or not 0 < number < 2**31:
-            raise wrong(field, "an integer from 1", value)
+        if number is None or not 0 < number <= most:
+            raise wrong(field, f"an integer from 1 to {most}", value)
         return number
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise wrong(field, "a number above 0", value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+        raise wrong(field, f"a number above 0, at most {most}", value)
     return float(value)

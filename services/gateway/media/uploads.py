@@ -88,8 +88,14 @@ class Uploads:
         return digest
 
     def keep(self, temporary: Path, digest: bytes) -> None:
-        """A file is complete: it gets its place, and others make room for it."""
-        temporary.replace(self._folder / digest.hex())
+        """A file is complete: it gets its place, and others make room for it.
+
+        Raises ResourceExhausted where it is not there any more: of many that come at once, a slow one had to go.
+        """
+        try:
+            temporary.replace(self._folder / digest.hex())
+        except OSError as error:
+            raise _no_room(error) from None
         self._make_room()
 
     def _name(self, salt: str, modality: str, uuid: str) -> Path:

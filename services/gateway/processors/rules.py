@@ -8,6 +8,7 @@ from typing import Literal
 
 from services.common.errors import FailedPrecondition, InvalidArgument
 from services.gateway.media.items import MediaOptions, PixelSettings, Processed
+from services.gateway.media.options import MOST
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,8 +61,8 @@ class MediaRules:
                 continue
             if modality == "image" and name not in _OF_IMAGES:
                 raise InvalidArgument(f"{where}: {name} is of videos", field=where)
-            if not 0 < value <= _MOST[name]:
-                raise InvalidArgument(f"{where}: {name} must be above 0 and at most {_MOST[name]}", field=where)
+            if not 0 < value <= MOST[name]:
+                raise InvalidArgument(f"{where}: {name} must be above 0 and at most {MOST[name]}", field=where)
         if options.fps is not None and options.num_frames is not None:
             raise InvalidArgument(f"{where}: fps and num_frames exclude each other", field=where)
         for low, high, least, most in (
@@ -75,12 +76,3 @@ class MediaRules:
 
 
 _OF_IMAGES = frozenset({"min_pixels", "max_pixels"})
-_MOST: Mapping[str, int] = {
-    "fps": 1000,
-    "num_frames": 1_000_000,
-    "min_frames": 1_000_000,
-    "max_frames": 1_000_000,
-    "min_pixels": 1 << 26,
-    "max_pixels": 1 << 26,
-}
-"""Far above what any model is made for; what the server takes is less, and is checked when the item is known."""

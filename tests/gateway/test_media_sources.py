@@ -221,6 +221,12 @@ class TestUploads:
             file.add(b"and then the client left")
         assert list(uploads._folder.iterdir()) == []
 
+    async def test_one_that_is_too_large_to_be_kept_is_told_at_its_part(self, tmp_path: Path) -> None:
+        small = Uploads(tmp_path / "u", 1000, LIMIT)
+        error = await refusal(sources(small), part(data_url(bytes(1001)), uuid="u"))
+        assert (error.reason, "without" in error.message) == ("MEDIA_TOO_LARGE", True)
+        assert (await sources(small).read(part(data_url(bytes(1001))), "")).data == bytes(1001)
+
     def test_one_that_others_make_go_before_it_is_complete_is_told(self, tmp_path: Path) -> None:
         made = Uploads(tmp_path / "u", 1000, 600)
         with made.begin() as slow:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 from urllib.parse import unquote
 
-from services.common.errors import TriptychError
-from services.gateway.media.faults import MALFORMED, REFUSED, UNKNOWN, fault, too_large
+from services.common.errors import InvalidArgument, TriptychError
+from services.gateway.media.faults import MALFORMED, REFUSED, TOO_LARGE, UNKNOWN, fault, too_large
 from services.gateway.media.uploads import Uploads
 from services.gateway.parts import MediaPart
 
@@ -83,7 +83,11 @@ class Sources:
         if not found.data:
             raise fault(MALFORMED, part.where, "empty")
         if part.uuid is not None:
-            digest = await asyncio.to_thread(self._uploads.name, found.data, salt, part.modality, part.uuid)
+            try:
+                digest = await asyncio.to_thread(self._uploads.name, found.data, salt, part.modality, part.uuid)
+            except InvalidArgument:
+                words = "too large to be kept by its uuid on this server; send it without"
+                raise fault(TOO_LARGE, part.where, words) from None
             return Sourced(found.data, digest)
         return found
 

@@ -9,7 +9,7 @@ SERVE ?=
 BENCH ?=
 ASK ?= Why is the sky blue?
 
-.PHONY: run install stubs native demo check test test-slow bench bench-peers docs constraints contracts clean help
+.PHONY: run install stubs native demo check test test-slow bench bench-peers kernels docs constraints contracts clean help
 
 run: install  ## Serve the demo model, show one answer, go on until Ctrl-C. SERVE="…" adds options of `triptych serve`.
 	@exec $(BIN)/triptych serve --ask "$(ASK)" $(SERVE)
@@ -59,6 +59,9 @@ bench: install  ## Figures of the demo model on this machine.
 
 bench-peers: install  ## Other servers beside ours, in turn, where they are installed. BENCH="…" adds options.
 	$(BIN)/python -m tests.bench.peers $(BENCH)
+
+kernels: install  ## Write what the Triton kernels take of a GPU into kernels/README.md; needs none. About a minute.
+	$(BIN)/python -m kernels.compiled --write
 
 docs: install  ## Write docs/settings.md from the settings.
 	$(BIN)/triptych settings > docs/settings.md

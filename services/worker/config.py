@@ -32,8 +32,10 @@ class WorkerSettings(Settings):
         "none", "round weights to int8, in groups of 32, as they are loaded: those that are not quantized yet"
     )
     threads: int = knob(0, "threads that one step uses; 0 takes every core", ge=0, le=256)
-    ops: Literal["auto", "native", "torch", "reference"] = knob(
-        "auto", "kernels: native (C++) where it can be had, torch's fastest, or the plain reference"
+    ops: Literal["auto", "native", "triton", "torch", "reference"] = knob(
+        "auto",
+        "kernels: native (C++) where it can be had, triton (a GPU, or TRITON_INTERPRET=1 for tests), torch's fastest,"
+        " or the plain reference",
     )
     isa: Literal["auto", "avx512-vnni", "avx512", "avx2", "portable"] = knob(
         "auto", "instruction set of the native kernels; auto is the best of this CPU"

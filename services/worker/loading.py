@@ -65,7 +65,8 @@ def load_model(
     raw, source, text_files = _open(Path(path))
     config = _with_largest_frame(read_config(raw), text_files)
     chosen = choose_ops(
-        ops if device == "cpu" or ops != "auto" else "torch",
+        ops,
+        device=device,
         deterministic=deterministic,
         kv_dtype=KV_DTYPES[kv_cache_dtype] or _kv_dtype(dtype, quantize, config, source),
         head_dim=config.head_dim,

@@ -100,7 +100,7 @@ class TorchRunner:
                 native=NativeOptions(settings.isa, threads, settings.spin_us, settings.pin),
             )
         except Unavailable as error:
-            raise FailedPrecondition(f"there are no native kernels: {error}", field="ops") from error
+            raise FailedPrecondition(f"--ops {settings.ops} cannot be had: {error}", field="ops") from error
         ops = self._model.ops
         if ops.note:
             _log.warning("no native kernels: torch is several times slower", why=ops.note)

@@ -99,5 +99,5 @@ def test_cos_and_sin_do_not_depend_on_the_count():
 
 
 def test_an_unknown_choice_of_ops_is_an_error():
-    with pytest.raises(ValueError, match="auto, native, torch, reference"):
+    with pytest.raises(ValueError, match="auto, native, triton, torch, reference"):
         choose_ops("cuda")

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from services.gateway.media.child.bad import BadMedia, TooLarge
 from services.gateway.media.child.make import Job, make
@@ -53,6 +52,8 @@ def test_images_are_those_of_transformers(
     picture: Image.Image, patch: int, least: int, most: int, tmp_path: Path
 ) -> None:
     """Every byte: the oracle's numbers, brought back from -1..1, are ours."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # takes seconds
+
     pixels = replace(IMAGE, patch_size=patch, min_pixels=least, max_pixels=most)
     oracle = Qwen2VLImageProcessorPil(
         patch_size=patch, size={"shortest_edge": least, "longest_edge": most}, image_mean=[0.5] * 3, image_std=[0.5] * 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -131,15 +132,10 @@ async def test_a_killed_process_costs_one_request(tmp_path: Path) -> None:
             await victim
         await after
         assert processes.started == 2
-
-
-async def test_a_process_that_died_idle_costs_nothing(tmp_path: Path) -> None:
-    async with running(tmp_path) as processes:
-        await processes.start()
-        os.kill(processes.pids[0], signal.SIGKILL)
+        os.kill(processes.pids[0], signal.SIGKILL)  # which costs none where it has nothing to do
         await asyncio.sleep(0.1)
         await _ask(processes, PICTURE)
-        assert processes.started == 2
+        assert processes.started == 3
 
 
 async def test_time_is_limited(tmp_path: Path) -> None:
@@ -166,18 +162,15 @@ async def test_what_is_wrong_is_told(tmp_path: Path) -> None:
         with pytest.raises(Refused, match="12000 x 12000") as told:
             await _ask(processes, png(12_000, 12_000, bytes(68)))
         assert told.value.reason == "MEDIA_TOO_LARGE"
-        assert processes.started == 1
-    assert not os.listdir(tmp_path)
-
-
-async def test_what_is_nobodys_fault_is_an_error_of_the_server(tmp_path: Path) -> None:
-    async with running(tmp_path) as processes:
-        with pytest.raises(TriptychError, match="could not be stored") as told:
+        # And what is nobody's fault is an error of the server.
+        with pytest.raises(TriptychError, match="could not be stored") as failed:
             await _ask(processes, tmp_path / "missing")
-        assert told.value.http_status == 500
+        assert failed.value.http_status == 500
         with pytest.raises(TriptychError):
             await processes.process(PICTURE, replace(IMAGE, resample="none"), MediaOptions(), NAME)  # type: ignore[arg-type]
+        assert not os.listdir(tmp_path)
         await _ask(processes, PICTURE)
+        assert processes.started == 1
 
 
 async def test_the_queue_is_limited(tmp_path: Path) -> None:
@@ -245,14 +238,17 @@ async def test_room_is_given_in_the_order_of_asking() -> None:
 
 
 async def test_processes_run_behind_the_gateway_and_end_with_it(tmp_path: Path) -> None:
-    async with running(tmp_path, nice=7) as processes:
-        await processes.start()
+    async with running(tmp_path, nice=7, seconds=5) as processes:
+        await _ask(processes, PICTURE)
         pid = processes.pids[0]
         own = os.getpriority(os.PRIO_PROCESS, 0)
         assert os.getpriority(os.PRIO_PROCESS, pid) == min(own + 7, 19)
         limits = _limits(pid)
         assert "Max core file size        0" in limits
         assert "Max open files            64" in limits
+        spent = re.search(r"Max cpu time +(\d+) ", limits)  # should the gateway not end it: of its item, and 2 more
+        assert spent is not None
+        assert 7 <= int(spent[1]) <= 9
     assert not processes.pids
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -12,7 +12,10 @@ import pytest
 
 from protos import common_pb2, gateway_pb2
 from services.common.errors import InvalidArgument
-from services.gateway.attachments import cut
+from services.gateway.attachments import Attachments, cut
+from services.gateway.media.items import Processed
+from services.gateway.parts import MediaPart
+from services.gateway.processors.rules import MediaRules
 from services.gateway.request import MediaItem
 from tests.gateway.fake_engine import until
 from tests.gateway.media_model import (
@@ -97,6 +100,18 @@ async def test_media_that_the_template_does_not_show_are_told(tmp_path: Path) ->
             error = await refused(s, [*user("x"), call, result, *user(last)])
             assert error["param"] == where
         assert s.gateway.media.made == 0
+
+
+def test_items_lie_in_the_order_of_the_prompt() -> None:
+    """Which a template may choose: here it shows the video first."""
+    rules = MediaRules({}, {"image": PAD, "video": FRAMES}, "[", "]", "timed")
+    door: Any = None
+    media = Attachments(rules, {"image": IMAGE, "video": VIDEO}, frozenset(), door)
+    image = Processed(b"i" * 32, "image", (1, 2, 4), 2, (), 0.0, 0)
+    film = Processed(b"v" * 32, "video", (2, 2, 2), 2, (0.0, 1.0), 2.0, 0)
+    parts = [MediaPart("image", "data:x", "messages[0]"), MediaPart("video", "data:y", "messages[1]")]
+    placed = media.place([7, VIDEO, 8, VIDEO, 9, IMAGE, IMAGE], [image, film], parts, "messages")
+    assert [(item.modality, item.offset, item.length) for item in placed] == [("video", 1, 3), ("image", 5, 2)]
 
 
 class TestOptions:

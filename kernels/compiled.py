@@ -36,6 +36,7 @@ _TYPES = {
     torch.bfloat16: "*bf16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.float64: "*fp64",
 }
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 

@@ -14,6 +14,7 @@ from kernels.largest import triton as largest
 from kernels.launch import Chip, Launch
 from kernels.rms_norm import triton as rms_norm
 from kernels.rope import triton as rope
+from kernels.selection import triton as selection
 from kernels.silu_mul import triton as silu_mul
 
 _PAGE = 16
@@ -99,6 +100,23 @@ def _rows_of_tokens(shape: Shape, tokens: int) -> Iterator[tuple[str, Launch]]:
     parts, row, _ = largest.plan_pairs(_tensor(shape, tokens, shape.vocabulary))
     yield "largest, parts", parts
     yield "largest, row", row
+    yield from _choosing(shape, tokens)
+
+
+def _choosing(shape: Shape, tokens: int) -> Iterator[tuple[str, Launch]]:
+    x = torch.empty(tokens, shape.vocabulary, device="meta")
+    cuts = selection.Columns(
+        torch.empty(tokens, 3, dtype=torch.int64, device="meta"),
+        torch.empty(tokens, 4, dtype=torch.float64, device="meta"),
+    )
+    yield "draw, rough", selection.plan_draw(x, cuts)[0]
+    yield "draw, exact", selection.plan_draw(x, cuts)[1]
+    launch, keys = selection.plan_order(x, cuts)
+    yield "draw, order", launch
+    mass, sums = selection.plan_mass(x, cuts)
+    yield "draw, mass", mass
+    yield "draw, sorted", selection.plan_draw_sorted(keys[:, :256], cuts, sums[:, 0], shape.vocabulary)[0]
+    yield "weigh", selection.plan_weigh(x, torch.empty(tokens, dtype=torch.int64, device="meta"))[0]
 
 
 def _tensor(shape: Shape, *sizes: int) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""The table of ops whose mathematics run on Triton kernels. Products, lookups and media are torch's."""
+"""The table of ops whose mathematics run on Triton kernels.
+
+Products, lookups, media and the ordering of candidates' keys are torch's.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from kernels.native.build import Unavailable
 from kernels.ops import Ops
 from kernels.rms_norm import triton as rms_norm
 from kernels.rope import triton as rope
+from kernels.selection.triton import Selection
 from kernels.silu_mul import triton as silu_mul
 
 
@@ -51,6 +55,6 @@ def triton_ops(device: str, *, deterministic: bool) -> Ops[torch.Tensor]:
         add_rows=media.add_rows,
         silu_mul=silu_mul.silu_mul,
         largest=largest.pairs,
-        selection=None,
+        selection=Selection(),
         spent_s=lambda: 0.0,
     )

@@ -17,17 +17,35 @@ _BLOCK = 4096
 
 
 @triton.jit
+def key_of(number, at):
+    """The int64 of a float32 and its place; above -2^63 + 1, which stands for nothing."""
+    number = tl.where(number == 0.0, 0.0, number)  # the two zeros are equal
+    bits = number.to(tl.int32, bitcast=True)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    order = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FFFFFFF, order)  # NaN
+    return (order.to(tl.int64) << 32) + (0x7FFFFFFF - at).to(tl.int64)
+
+
+@triton.jit
+def bits_of(key):
+    """The bits of the float32 in a key."""
+    order = (key >> 32).to(tl.int32)
+    return tl.where(order < 0, order ^ 0x7FFFFFFF, order)
+
+
+@triton.jit
+def place_of(key):
+    """The place in a key."""
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
 def _largest_of_parts(x, parts, width, x_row, parts_row, BLOCK: tl.constexpr):
     # One program finds the largest of BLOCK numbers of one row.
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     number = tl.load(x + row * x_row + at, mask=at < width, other=float("-inf")).to(tl.float32)
-    number = tl.where(number == 0.0, 0.0, number)  # the two zeros are equal
-    bits = number.to(tl.int32, bitcast=True)
-    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    order = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FFFFFFF, order)  # NaN
-    both = (order.to(tl.int64) << 32) + (0x7FFFFFFF - at).to(tl.int64)
-    both = tl.where(at < width, both, -0x7FFFFFFFFFFFFFFF)
+    both = tl.where(at < width, key_of(number, at), -0x7FFFFFFFFFFFFFFF)
     tl.store(parts + row * parts_row + tl.program_id(1), tl.max(both, 0))
 
 
@@ -37,10 +55,8 @@ def _largest_of_row(parts, out, count, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     both = tl.max(tl.load(parts + row * count + at, mask=at < count, other=-0x7FFFFFFFFFFFFFFF), 0)
-    order = (both >> 32).to(tl.int32)
-    place = 0x7FFFFFFF - (both & 0x7FFFFFFF).to(tl.int32)
-    tl.store(out + row * 2, place)
-    tl.store(out + row * 2 + 1, tl.where(order < 0, order ^ 0x7FFFFFFF, order))
+    tl.store(out + row * 2, place_of(both))
+    tl.store(out + row * 2 + 1, bits_of(both))
 
 
 def plan_pairs(x_NV: torch.Tensor) -> tuple[Launch, Launch, torch.Tensor]:

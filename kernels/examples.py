@@ -47,9 +47,9 @@ _DRAFTS = [(4089, 7)] * 8
 _PREFILL = [(0, 512), (100, 300)]
 
 
-def launches(shape: Shape, chip: Chip) -> Iterator[tuple[str, Launch]]:
+def launches(shape: Shape, chip: Chip, tokens: int = 64) -> Iterator[tuple[str, Launch]]:
     """Each launch and what it is, of a step with some tokens, with the blocks that a GPU of this kind gets."""
-    yield from _rows_of_tokens(shape, 64)
+    yield from _rows_of_tokens(shape, tokens)
     for what, spans, window, splits, deterministic in (
         ("attention, decode", _DECODE, None, 1, False),
         ("attention, decode, split", _DECODE, None, 8, False),

@@ -17,7 +17,7 @@ _ANGLES_BLOCK = 512
 """Pairs of one program that makes angles: float64 takes the registers of 4 more."""
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "positions_axis"])
 def _angles(
     positions,
     inv_freq,

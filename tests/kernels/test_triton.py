@@ -61,6 +61,11 @@ def test_all_compile_spill_nothing_and_are_as_the_table_says():
     assert table in (ROOT / "kernels/README.md").read_text(), "make kernels"
 
 
+@pytest.mark.slow
+def test_launches_bind_as_they_are_compiled():
+    assert " passed" in start("pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/bound.py", interpret=False)
+
+
 @pytest.fixture
 def no_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

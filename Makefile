@@ -48,7 +48,7 @@ check: install  ## Lint, format, types, contracts.
 	$(BIN)/python -m pytest -q tests/test_architecture.py tests/protos
 
 # Two processes, a file to one of them, in the order of the list: many tests wait for servers to start and end.
-test: install  ## What must pass on a machine without a GPU; 5 to 7 minutes on 2 cores.
+test: install  ## What must pass on a machine without a GPU; 7 to 8 minutes on 2 cores.
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: install  ## What does not fit into that.

@@ -11,7 +11,7 @@ from tests.bench import media
 
 @pytest.mark.slow
 def test_a_small_run() -> None:
-    found = asyncio.run(media.measure(videos=3, processes=[1], seconds=0.5))
+    found = asyncio.run(media.measure(videos=3, processes=[1], seconds=0.5, rounds=2))
     assert found["decoded"] == 1 + 3 + 3, "each video once"
     assert found["text_alone"]["count"] >= 10
     assert found["text_beside"]["p50_ms"] > 0

@@ -24,7 +24,7 @@ from services.gateway.rest import asgi, facade
 from services.gateway.rest.http import HttpServer, bind
 from services.gateway.rest.renderer import Renderer
 from services.gateway.router import Router
-from services.gateway.service.blobs import BlobDoor
+from services.gateway.service.blobs import BlobDoor, host_port
 from services.gateway.trace import release
 
 _log = Log("gateway")
@@ -60,7 +60,7 @@ class Gateway:
         if settings.private_port is not None:
             self.private = HttpServer(asgi.private(site), bind(settings.private_host, settings.private_port))
         shared = [("grpc.so_reuseport", int(settings.reuse_port))]
-        self.server = Server([_address(settings.host, settings.grpc_port)], options=shared)
+        self.server = Server([host_port(settings.host, settings.grpc_port)], options=shared)
         service.GatewayService(self.front, self.media.uploads).add_to(self.server)
         facade.OpenAiRest(renderer).add_to(self.server)
         self._tasks: list[asyncio.Task[None]] = []
@@ -127,10 +127,6 @@ class Gateway:
             await self.private.stop()
         self.models.close()
         await self.media.close()
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 async def serve(settings: GatewaySettings) -> int:

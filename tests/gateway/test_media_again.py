@@ -11,6 +11,7 @@ import pytest
 
 from protos import common_pb2, engine_pb2
 from services.common.errors import FailedPrecondition, TriptychError, Unavailable
+from services.gateway.inflight import EngineRequest
 from services.gateway.request import FinishReason, GenerateSpec, MediaItem
 from services.gateway.router import PutBack, Router
 from services.gateway.wire import EngineInfo
@@ -68,6 +69,14 @@ def miss(engine: FakeEngine, handle: int, choice: int | None = None) -> None:
         engine.live.pop(handle, None)
     failure = common_pb2.Failure(code=14, message="the image was not found by the worker", reason="MEDIA_MISSING")
     engine.send(engine_pb2.AttachResponse(failed=engine_pb2.Failed(handle=handle, choice=choice, failure=failure)))
+
+
+async def missed(router: Router, engine: FakeEngine) -> EngineRequest:
+    """A request whose media the worker has just not found."""
+    request = router.submit(with_media())
+    await until(lambda: len(engine.submits) == 1)
+    miss(engine, engine.submits[0].handle)
+    return request
 
 
 async def test_the_submit_and_the_hello_say_what_the_worker_needs() -> None:
@@ -139,9 +148,7 @@ async def test_what_cannot_be_put_back_says_so() -> None:
     engine, blobs = FakeEngine(held=True), Blobs(error=FailedPrecondition("the blob is gone"))
     blobs.may.set()
     async with attached(engine, blobs.put_back) as router:
-        request = router.submit(with_media())
-        await until(lambda: len(engine.submits) == 1)
-        miss(engine, engine.submits[0].handle)
+        request = await missed(router, engine)
         with pytest.raises(FailedPrecondition, match="the blob is gone"):
             await read(request)
         assert router.live == 0
@@ -150,9 +157,7 @@ async def test_what_cannot_be_put_back_says_so() -> None:
 async def test_a_request_that_ends_meanwhile_is_not_submitted() -> None:
     engine, blobs = FakeEngine(held=True), Blobs()
     async with attached(engine, blobs.put_back) as router:
-        request = router.submit(with_media())
-        await until(lambda: len(engine.submits) == 1)
-        miss(engine, engine.submits[0].handle)
+        request = await missed(router, engine)
         await until(lambda: blobs.asked)
         request.abort()
         blobs.may.set()
@@ -165,9 +170,7 @@ async def test_a_request_that_ends_meanwhile_is_not_submitted() -> None:
 async def test_an_engine_that_comes_back_meanwhile_gets_it_once() -> None:
     engine, blobs = FakeEngine(held=True), Blobs()
     async with attached(engine, blobs.put_back) as router:
-        request = router.submit(with_media())
-        await until(lambda: len(engine.submits) == 1)
-        miss(engine, engine.submits[0].handle)
+        request = await missed(router, engine)
         await until(lambda: blobs.asked)
         await engine.kill()
         await until(lambda: not router.attached)

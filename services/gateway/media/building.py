@@ -67,7 +67,7 @@ class Media:
     async def close(self) -> None:
         """Ends the processes, if there are any."""
         if self._side is not None:
-            await self._side.__aexit__(None, None, None)
+            await self._side.close()
 
 
 def blob_folder(settings: GatewaySettings) -> Path:

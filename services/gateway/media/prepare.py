@@ -137,15 +137,19 @@ class MediaSide:
         if not task.cancelled():
             task.exception()  # whoever waited for it may have gone
 
+    async def close(self) -> None:
+        """Ends what is being made, and the processes."""
+        for flight in list(self._flights.values()):
+            flight.task.cancel()
+        await self.processes.close()
+
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for flight in list(self._flights.values()):
-            flight.task.cancel()
-        await self.processes.close()
+        await self.close()
 
 
 async def _digest(data: bytes | Path) -> bytes:

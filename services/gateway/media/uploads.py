@@ -22,7 +22,6 @@ from typing import Self
 
 from services.common.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted
 
-CHUNK_BYTES = 1 << 20
 _NAMES = 16_384
 """Names that are kept, the newest ones."""
 _SHARE = 4

@@ -33,7 +33,7 @@ class BlobDoor(gateway_pb2_grpc.BlobServiceServicer):  # type: ignore[misc]
         """Listens at host and port, 0 for any free one; workers are told `announce`, or the host, as its name."""
         self._store = store
         self._host, self._announce = host, announce
-        self._server = Server([_join(host, port)], options=[("grpc.so_reuseport", 0)])
+        self._server = Server([host_port(host, port)], options=[("grpc.so_reuseport", 0)])
         self._one_at_a_time = asyncio.Lock()
         gateway_pb2_grpc.add_BlobServiceServicer_to_server(self, self._server.grpc)
 
@@ -50,7 +50,7 @@ class BlobDoor(gateway_pb2_grpc.BlobServiceServicer):  # type: ignore[misc]
     def address(self) -> str:
         """host:port for workers."""
         host = self._announce or (socket.gethostname() if self._host in _ANY_ADDRESS else self._host)
-        return _join(host, self._server.ports[0])
+        return host_port(host, self._server.ports[0])
 
     async def GetBlob(
         self, request: gateway_pb2.GetBlobRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -83,5 +83,6 @@ class BlobDoor(gateway_pb2_grpc.BlobServiceServicer):  # type: ignore[misc]
                 pin.release()
 
 
-def _join(host: str, port: int) -> str:
+def host_port(host: str, port: int) -> str:
+    """The address of a port, as gRPC reads it: an IPv6 host stands in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from protos import gateway_pb2
+from services.common.channel import CHUNK_BYTES
 from services.common.errors import DeadlineExceeded, InvalidArgument
-from services.gateway.media.uploads import CHUNK_BYTES, Uploads
+from services.gateway.media.uploads import Uploads
 
 _SILENCE_S = 60.0
 """Longest wait for the next piece."""

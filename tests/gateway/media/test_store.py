@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import FailedPrecondition, ResourceExhausted
+from services.gateway.config import GatewaySettings
+from services.gateway.media.building import blob_folder
 from services.gateway.media.store import BlobStore, writing
+from services.worker.blobs import default_folder
 
 A, B, C = (bytes([letter]) * 32 for letter in b"abc")
 
@@ -25,6 +28,10 @@ def _put(folder: Path, name: bytes, size: int, *, age: float = 0) -> None:
 
 def _names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
+
+
+def test_gateway_and_worker_of_one_host_meet_in_the_same_folder() -> None:
+    assert blob_folder(GatewaySettings()) == default_folder()
 
 
 def test_a_blob_is_there_whole_or_not_at_all(tmp_path: Path) -> None:

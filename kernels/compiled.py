@@ -23,8 +23,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.examples import SHAPES, launches
+from kernels.examples import launches
 from kernels.launch import Chip, Launch, interpreted
+from kernels.shapes import SHAPES
 
 TARGETS = {80: 108, 90: 132}
 """Compute capabilities and their multiprocessors: A100 and H100."""

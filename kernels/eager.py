@@ -16,6 +16,8 @@ from kernels.ops import Attention, Linear, Step, StepTensors
 Tensor = torch.Tensor
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """A prepared attention, called once per layer: (q_THD, k_cache_NPKD, v_cache_NPKD, scale) -> out_THD."""
+Write = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], Tensor, Tensor], Tensor]
+"""(qk_TNA, v_TKA, (cos_TE, sin_TE), cache_2NPKD, slots_T) -> q_THA: turns, and writes keys and values."""
 
 
 class Eager:
@@ -25,11 +27,11 @@ class Eager:
 
     def __init__(
         self,
-        kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None],
+        write: Write,
         prepare_attention: Callable[[Rows, int | None], Attend],
         mathematics: Callable[[Step[Tensor]], Tensor],
     ) -> None:
-        self._kv_write = kv_write
+        self._write = write
         self._prepare_attention = prepare_attention
         self._mathematics = mathematics
 
@@ -37,16 +39,31 @@ class Eager:
         """See kernels.ops.Pass."""
         prepared: dict[int | None, Attend] = {}
 
-        def attend(how: Attention, q_THA: Tensor, k_TKA: Tensor, v_TKA: Tensor) -> Tensor:
-            keys, values = given.cache[how.layer]
-            self._kv_write(k_TKA, v_TKA, keys, values, given.slots_T)
+        def attend(how: Attention, qk_TNA: Tensor, v_TKA: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+            cache = given.cache[how.layer]
+            q_THA = self._write(qk_TNA, v_TKA, (cos_TE, sin_TE), cache, given.slots_T)
             if how.window not in prepared:
                 prepared[how.window] = self._prepare_attention(given.rows, how.window)
-            return prepared[how.window](q_THA, keys, values, how.scale).flatten(1)
+            return prepared[how.window](q_THA, cache[0], cache[1], how.scale).flatten(1)
 
         media = given.media
         positions_3T = given.positions_T.expand(3, -1) if media is None else media.positions_3T
         return self._mathematics(Step(given.ids_T, given.positions_T, positions_3T, media, attend))
+
+
+def turn_and_write(
+    rope: Callable[[Tensor, Tensor, Tensor], Tensor],
+    kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None],
+) -> Write:
+    """Both, one after the other."""
+
+    def write(qk_TNA: Tensor, v_TKA: Tensor, angles: tuple[Tensor, Tensor], cache: Tensor, slots_T: Tensor) -> Tensor:
+        heads = qk_TNA.shape[1] - v_TKA.shape[1]
+        turned_TNA = rope(qk_TNA, *angles)
+        kv_write(turned_TNA[:, heads:], v_TKA, cache[0], cache[1], slots_T)
+        return turned_TNA[:, :heads]
+
+    return write
 
 
 def compile_rows(mathematics: Callable[[Tensor], Tensor], width: int) -> Callable[[Tensor], Tensor]:

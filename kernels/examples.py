@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -15,33 +14,14 @@ from kernels.launch import Chip, Launch
 from kernels.rms_norm import triton as rms_norm
 from kernels.rope import triton as rope
 from kernels.selection import triton as selection
+from kernels.shapes import Shape, tensor
 from kernels.silu_mul import triton as silu_mul
+
+ROOMS: tuple[Callable[[Shape, Chip, int], Iterator[tuple[str, Launch]]], ...] = ()
+"""The same of each room that has an examples.py."""
 
 _PAGE = 16
 _EPS = 1e-5
-
-
-@dataclass(slots=True, frozen=True)
-class Shape:
-    """What of a model the kernels see."""
-
-    name: str
-    dtype: torch.dtype
-    hidden: int
-    heads: int
-    kv_heads: int
-    size: int
-    feed_forward: int
-    vocabulary: int
-
-
-SHAPES = (
-    Shape("8B", torch.bfloat16, 4096, 32, 8, 128, 14336, 128256),  # Llama 3
-    Shape("135M", torch.float16, 576, 9, 3, 64, 1536, 49152),  # SmolLM2: nothing but the head is a power of two
-    Shape("wide head", torch.bfloat16, 2048, 8, 1, 256, 16384, 256000),  # Gemma
-    Shape("float32", torch.float32, 1024, 16, 8, 128, 3072, 151936),  # Qwen3-0.6B on the exact path
-)
-
 _DECODE = [(4095, 1)] * 8
 _DRAFTS = [(4089, 7)] * 8
 _PREFILL = [(0, 512), (100, 300)]
@@ -50,6 +30,12 @@ _PREFILL = [(0, 512), (100, 300)]
 def launches(shape: Shape, chip: Chip, tokens: int = 64) -> Iterator[tuple[str, Launch]]:
     """Each launch and what it is, of a step with some tokens, with the blocks that a GPU of this kind gets."""
     yield from _rows_of_tokens(shape, tokens)
+    yield from _attention(shape, chip)
+    for room in ROOMS:
+        yield from room(shape, chip, tokens)
+
+
+def _attention(shape: Shape, chip: Chip) -> Iterator[tuple[str, Launch]]:
     for what, spans, window, splits, deterministic in (
         ("attention, decode", _DECODE, None, 1, False),
         ("attention, decode, split", _DECODE, None, 8, False),
@@ -74,18 +60,18 @@ def _step(shape: Shape, spans: list[tuple[int, int]]) -> tuple[Rows, torch.Tenso
     contexts = tuple(before + new for before, new in spans)
     pages = -(-max(contexts) // _PAGE)
     table = torch.empty(len(spans), pages, dtype=torch.int32, device="meta")
-    q = _tensor(shape, starts[-1], shape.heads, shape.size)
-    cache = _tensor(shape, 2, len(spans) * pages, _PAGE, shape.kv_heads, shape.size)
+    q = tensor(shape, starts[-1], shape.heads, shape.size)
+    cache = tensor(shape, 2, len(spans) * pages, _PAGE, shape.kv_heads, shape.size)
     return Rows(tuple(starts), contexts, table, _PAGE), q, cache
 
 
 def _rows_of_tokens(shape: Shape, tokens: int) -> Iterator[tuple[str, Launch]]:
-    x, weight = _tensor(shape, tokens, shape.hidden), _tensor(shape, shape.hidden)
+    x, weight = tensor(shape, tokens, shape.hidden), tensor(shape, shape.hidden)
     yield "rms_norm", rms_norm.plan_norm(x, None, weight, _EPS)[0]
     yield "add_rms_norm", rms_norm.plan_norm(x, x, weight, _EPS)[0]
-    qkv = _tensor(shape, tokens, shape.heads + 2 * shape.kv_heads, shape.size)
+    qkv = tensor(shape, tokens, shape.heads + 2 * shape.kv_heads, shape.size)
     qk, v = torch.split(qkv, [shape.heads + shape.kv_heads, shape.kv_heads], dim=1)
-    head_weight = _tensor(shape, shape.size)
+    head_weight = tensor(shape, shape.size)
     yield "qk_norm", rms_norm.plan_qk_norm(qk, head_weight, head_weight, shape.heads, _EPS)[0]
     positions = torch.empty(3, tokens, dtype=torch.int64, device="meta")
     frequencies = torch.empty(3, shape.size // 2, device="meta")
@@ -94,10 +80,10 @@ def _rows_of_tokens(shape: Shape, tokens: int) -> Iterator[tuple[str, Launch]]:
         yield what, launch
     launch, turned = rope.plan_rope(qk, cos, sin)
     yield "rope", launch
-    cache = _tensor(shape, 2, 64, _PAGE, shape.kv_heads, shape.size)
+    cache = tensor(shape, 2, 64, _PAGE, shape.kv_heads, shape.size)
     yield "kv_write", kv_write.plan_kv_write(turned[:, shape.heads :], v, cache[0], cache[1], positions[0])
-    yield "silu_mul", silu_mul.plan_silu_mul(_tensor(shape, tokens, 2 * shape.feed_forward))[0]
-    parts, row, _ = largest.plan_pairs(_tensor(shape, tokens, shape.vocabulary))
+    yield "silu_mul", silu_mul.plan_silu_mul(tensor(shape, tokens, 2 * shape.feed_forward))[0]
+    parts, row, _ = largest.plan_pairs(tensor(shape, tokens, shape.vocabulary))
     yield "largest, parts", parts
     yield "largest, row", row
     yield from _choosing(shape, tokens)
@@ -117,7 +103,3 @@ def _choosing(shape: Shape, tokens: int) -> Iterator[tuple[str, Launch]]:
     yield "draw, mass", mass
     yield "draw, sorted", selection.plan_draw_sorted(keys[:, :256], cuts, sums[:, 0], shape.vocabulary)[0]
     yield "weigh", selection.plan_weigh(x, torch.empty(tokens, dtype=torch.int64, device="meta"))[0]
-
-
-def _tensor(shape: Shape, *sizes: int) -> torch.Tensor:
-    return torch.empty(*sizes, dtype=shape.dtype, device="meta")

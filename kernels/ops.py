@@ -51,6 +51,7 @@ class Attention:
     """How one layer attends."""
 
     layer: int
+    heads: int  # of queries; those of keys stand behind them
     window: int | None
     scale: float
 
@@ -63,8 +64,11 @@ class Step(Generic[V]):
     positions_T: V
     positions_3T: V
     media: Any
-    attend: Callable[[Attention, V, V, V], V]
-    """(how, q_TNA, k_TKA, v_TKA) -> x_TD, D = N * A: writes the new keys and values, then attends."""
+    attend: Callable[[Attention, V, V, V, V], V]
+    """(how, qk_TNA, v_TKA, cos_TE, sin_TE) -> x_TD, D = heads * A.
+
+    Turns queries and keys by their angles, writes the new keys and values, then attends.
+    """
 
 
 class Pass(Protocol):
@@ -133,7 +137,6 @@ class Ops(Generic[V]):
     qk_norm: Callable[[V, Tensor, Tensor, int, float], V]  # qk_TNA, q_norm_A, k_norm_A, query heads, eps
     rope_cos_sin: Callable[[V, Tensor, float, torch.dtype], tuple[V, V]]  # positions_T, inv_freq_E, scale
     rope_axes_cos_sin: Callable[[V, Tensor, float, torch.dtype], tuple[V, V]]  # positions_3T, inv_freq_3E, scale
-    rope: Callable[[V, V, V], V]  # x_TNA, cos_TE, sin_TE
     replace_rows: Callable[[V, Any, int], V]  # x_TD, media of the step, part
     add_rows: Callable[[V, Any, int], V]  # the same
     silu_mul: Callable[[V], V]  # gate_up_T2F

@@ -7,9 +7,25 @@ one row       |<- before ->|<- its new tokens ->|            context_lens[r] cov
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+
+
+@dataclass(slots=True, frozen=True)
+class Placed:
+    """The numbers of rows as they lie on the device already, and what was made of them there.
+
+    Where a captured graph runs, these are what counts: the tuples beside them say how large they may be. A row without
+    tokens has a context of 0.
+    """
+
+    starts_R1: torch.Tensor  # int32
+    contexts_R: torch.Tensor  # int32
+    made: dict[Hashable, Any] = field(default_factory=dict)
+    """What an attention prepared of the rows and takes again, under its own key."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -20,6 +36,7 @@ class Rows:
     context_lens: tuple[int, ...]  # R
     block_table_RB: torch.Tensor  # int32; entries past a row's context are never read
     block_size: int
+    placed: Placed | None = None  # None: whoever needs them on the device puts them there
 
     @property
     def count(self) -> int:

@@ -56,7 +56,6 @@ def native_ops(options: NativeOptions, kv_dtype: torch.dtype, head_dim: int) -> 
         qk_norm=qk_norm,
         rope_cos_sin=rope_cos_sin,
         rope_axes_cos_sin=rope_axes_cos_sin,
-        rope=rope,
         replace_rows=replace_rows,
         add_rows=add_rows,
         silu_mul=silu_mul,
@@ -191,8 +190,9 @@ def rope(x: Symbol, cos: Symbol, sin: Symbol) -> Symbol:
     return x.recorder.changed(x)
 
 
-def attend(how: Attention, q: Symbol, k: Symbol, v: Symbol) -> Symbol:
-    """Writes the step's keys and values, then attends."""
+def attend(how: Attention, qk: Symbol, v: Symbol, cos: Symbol, sin: Symbol) -> Symbol:
+    """Turns queries and keys, writes the step's keys and values, then attends."""
+    q, k = split_heads(rope(qk, cos, sin), (how.heads, qk.heads - how.heads), qk.width // qk.heads)
     q.recorder.add(Line(Op.KV_WRITE, x=k, z=v, layer=how.layer, heads=k.heads))
     y = q.recorder.new(q.width)
     line = Line(Op.ATTENTION, x=q, y=y, layer=how.layer, heads=q.heads, window=how.window or 0, number=how.scale)

@@ -10,8 +10,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from kernels import compiled
-from kernels.examples import SHAPES, launches
+from kernels.examples import launches
 from kernels.launch import Chip
+from kernels.shapes import SHAPES
 
 
 class Driver:

@@ -32,7 +32,8 @@ def start(*arguments: str, interpret: bool) -> str:
 
 
 def interpret(*options: str) -> str:
-    files = ("tests/kernels/interpreted.py", "tests/worker/interpreted.py")
+    folders = ("tests/kernels/interpreted", "tests/worker/interpreted")
+    files = sorted(str(path) for folder in folders for path in (ROOT / folder).glob("*.py"))
     return start("pytest", "-q", "-p", "no:cacheprovider", *options, *files, interpret=True)
 
 

@@ -107,8 +107,9 @@ class _Mathematics:
         x_TD = ops.rms_norm(residual_TD, layers[0].attention_norm_D, eps)
         next_norms = [layer.attention_norm_D for layer in layers[1:]] + [self._weights.final_norm_D]
         for index, (layer, next_norm_D) in enumerate(zip(layers, next_norms, strict=True)):
-            q_THA, k_TKA, v_TKA = self._queries_keys_values(layer, x_TD, cos_TE, sin_TE)
-            x_TD = step.attend(Attention(index, config.windows[index], config.head_dim**-0.5), q_THA, k_TKA, v_TKA)
+            qk_TNA, v_TKA = self._queries_keys_values(layer, x_TD)
+            how = Attention(index, config.num_heads, config.windows[index], config.head_dim**-0.5)
+            x_TD = step.attend(how, qk_TNA, v_TKA, cos_TE, sin_TE)
             x_TD, residual_TD = ops.add_rms_norm(layer.output(x_TD), residual_TD, layer.mlp_norm_D, eps)
             x_TD = layer.down(ops.silu_mul(layer.gate_up(x_TD)))
             if index + 1 < media_parts:
@@ -127,12 +128,11 @@ class _Mathematics:
         """The largest logit of each token, and whose it is."""
         return self._ops.largest(self._weights.head(self.hidden(step)))
 
-    def _queries_keys_values(self, layer: Layer, x_TD: Any, cos_TE: Any, sin_TE: Any) -> tuple[Any, Any, Any]:
-        """Projected, normed where the model does so, and turned by position."""
+    def _queries_keys_values(self, layer: Layer, x_TD: Any) -> tuple[Any, Any]:
+        """Projected, queries and keys side by side, and normed where the model does so."""
         config, ops = self._config, self._ops
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
         qk_TNA, v_TKA = ops.split_heads(layer.qkv(x_TD), (heads + kv_heads, kv_heads), size)
         if layer.q_norm_A is not None and layer.k_norm_A is not None:
             qk_TNA = ops.qk_norm(qk_TNA, layer.q_norm_A, layer.k_norm_A, heads, config.rms_norm_eps)
-        q_THA, k_TKA = ops.split_heads(ops.rope(qk_TNA, cos_TE, sin_TE), (heads, kv_heads), size)
-        return q_THA, k_TKA, v_TKA
+        return qk_TNA, v_TKA

@@ -1,7 +1,4 @@
-"""Triton kernels in Triton's interpreter against their references: test_triton.py runs this in a process of its own.
-
-Inputs are views into memory that is NaN beyond them, and every output is NaN before it is written.
-"""
+"""The ops of the table in Triton's interpreter, against their references."""
 
 from __future__ import annotations
 
@@ -16,34 +13,13 @@ from kernels.kv_write import reference as kv_write_reference
 from kernels.kv_write.triton import kv_write
 from kernels.launch import interpreted
 from kernels.rms_norm.triton import plan_norm
+from kernels.rope import reference as rope_reference
+from kernels.rope.triton import rope
+from tests.kernels.interpreted.memory import DTYPES, TOLERANCE, inside
 from tests.kernels.paged import make_case
 
 OURS, REFERENCE = choose_ops("triton"), choose_ops("reference")
-DTYPES = {"float32": torch.float32, "float16": torch.float16}
-# One rounding to the type, of a sum that may be added up in another order: a last bit, which is 2^-10 in float16.
-TOLERANCE = {torch.float32: {"atol": 1e-6, "rtol": 1e-5}, torch.float16: {"atol": 1e-3, "rtol": 2e-3}}
 slow = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def memory_is_nan():
-    """Torch fills what is not initialized with NaN, and each test draws the same numbers."""
-    torch.manual_seed(11)
-    torch._C._set_deterministic_algorithms(True)  # the public name imports the compiler, for 2 seconds
-    yield
-    torch._C._set_deterministic_algorithms(False)
-
-
-@pytest.fixture(params=DTYPES.values(), ids=DTYPES)
-def dtype(request):
-    return request.param
-
-
-def inside(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers in larger memory, NaN on all sides of the last two axes."""
-    around = torch.full((*x.shape[:-2], x.shape[-2] + 2, x.shape[-1] + 5), torch.nan, dtype=x.dtype)
-    around[..., 1:-1, : x.shape[-1]] = x
-    return around[..., 1:-1, : x.shape[-1]]
 
 
 def test_this_process_interprets():
@@ -102,8 +78,8 @@ def test_angles_of_three_axes():
 def test_turning(tokens, heads, size, dtype):
     x = inside(torch.randn(tokens, heads, size).to(dtype))
     cos, sin = REFERENCE.rope_cos_sin(torch.arange(tokens) * 113, torch.rand(size // 2), 1.0, dtype)
-    exact = REFERENCE.rope(x.double(), cos.double(), sin.double())
-    torch.testing.assert_close(OURS.rope(x, cos, sin).double(), exact, **TOLERANCE[dtype])
+    exact = rope_reference.rope(x.double(), cos.double(), sin.double())
+    torch.testing.assert_close(rope(x, cos, sin).double(), exact, **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 63), (2, 1500)])

@@ -1,4 +1,4 @@
-"""The exception tree and its one mapping to gRPC and HTTP status codes.
+"""The exception tree and its one mapping to gRPC and HTTP status codes. Imports neither (status puts it on the wire).
 
 TriptychError                INTERNAL             500
 ├── InvalidArgument          INVALID_ARGUMENT     400   names the field
@@ -20,11 +20,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from typing import ClassVar
-
-import grpc
-from google.protobuf import any_pb2, duration_pb2
-from google.rpc import error_details_pb2, status_pb2
+from typing import ClassVar, NamedTuple
 
 _MESSAGE_BYTES = 600
 _FIELD_BYTES = 200
@@ -38,10 +34,17 @@ def _cut(text: str, most: int) -> str:
     return text if len(data) <= most else data[:most].decode(errors="ignore") + "…"
 
 
+class Code(NamedTuple):
+    """A canonical code of google.rpc."""
+
+    number: int
+    name: str
+
+
 class TriptychError(Exception):
     """Something that a caller is told, cut if long. `field` is in the caller's spelling; `reason` is a stable word."""
 
-    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    code: ClassVar[Code] = Code(13, "INTERNAL")
     http_status: ClassVar[int] = 500
     kind: ClassVar[str] = "internal_error"
 
@@ -64,14 +67,13 @@ class TriptychError(Exception):
     @property
     def code_number(self) -> int:
         """The canonical google.rpc code number."""
-        number: int = self.code.value[0]
-        return number
+        return self.code.number
 
 
 class InvalidArgument(TriptychError):
     """The request is wrong, whatever the state of the server."""
 
-    code = grpc.StatusCode.INVALID_ARGUMENT
+    code = Code(3, "INVALID_ARGUMENT")
     http_status = 400
     kind = "invalid_request_error"
 
@@ -79,13 +81,13 @@ class InvalidArgument(TriptychError):
 class DataLoss(InvalidArgument):
     """Content does not match the hash that names it."""
 
-    code = grpc.StatusCode.DATA_LOSS
+    code = Code(15, "DATA_LOSS")
 
 
 class FailedPrecondition(TriptychError):
     """The request does not fit the state of the server; trying again does not help."""
 
-    code = grpc.StatusCode.FAILED_PRECONDITION
+    code = Code(9, "FAILED_PRECONDITION")
     http_status = 400
     kind = "invalid_request_error"
 
@@ -93,7 +95,7 @@ class FailedPrecondition(TriptychError):
 class Unauthenticated(TriptychError):
     """No key, or a wrong one."""
 
-    code = grpc.StatusCode.UNAUTHENTICATED
+    code = Code(16, "UNAUTHENTICATED")
     http_status = 401
     kind = "authentication_error"
 
@@ -101,7 +103,7 @@ class Unauthenticated(TriptychError):
 class PermissionDenied(TriptychError):
     """The key does not allow this."""
 
-    code = grpc.StatusCode.PERMISSION_DENIED
+    code = Code(7, "PERMISSION_DENIED")
     http_status = 403
     kind = "permission_error"
 
@@ -109,7 +111,7 @@ class PermissionDenied(TriptychError):
 class NotFound(TriptychError):
     """Nothing has that name."""
 
-    code = grpc.StatusCode.NOT_FOUND
+    code = Code(5, "NOT_FOUND")
     http_status = 404
     kind = "not_found_error"
 
@@ -117,7 +119,7 @@ class NotFound(TriptychError):
 class OutOfRange(TriptychError):
     """The tail that a client wants to resume from is gone."""
 
-    code = grpc.StatusCode.OUT_OF_RANGE
+    code = Code(11, "OUT_OF_RANGE")
     http_status = 410
     kind = "invalid_request_error"
 
@@ -125,7 +127,7 @@ class OutOfRange(TriptychError):
 class ResourceExhausted(TriptychError):
     """A limit is reached; `retry_after_ms` says when to try again."""
 
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    code = Code(8, "RESOURCE_EXHAUSTED")
     http_status = 429
     kind = "rate_limit_error"
 
@@ -133,7 +135,7 @@ class ResourceExhausted(TriptychError):
 class Cancelled(TriptychError):
     """The caller gave up."""
 
-    code = grpc.StatusCode.CANCELLED
+    code = Code(1, "CANCELLED")
     http_status = 499
     kind = "cancelled"
 
@@ -141,7 +143,7 @@ class Cancelled(TriptychError):
 class Unimplemented(TriptychError):
     """Known by name, not built."""
 
-    code = grpc.StatusCode.UNIMPLEMENTED
+    code = Code(12, "UNIMPLEMENTED")
     http_status = 501
     kind = "not_implemented_error"
 
@@ -149,7 +151,7 @@ class Unimplemented(TriptychError):
 class Unavailable(TriptychError):
     """Not now; `retry_after_ms` says when to try again."""
 
-    code = grpc.StatusCode.UNAVAILABLE
+    code = Code(14, "UNAVAILABLE")
     http_status = 503
     kind = "service_unavailable_error"
 
@@ -157,7 +159,7 @@ class Unavailable(TriptychError):
 class DeadlineExceeded(TriptychError):
     """The caller's time ran out."""
 
-    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    code = Code(4, "DEADLINE_EXCEEDED")
     http_status = 504
     kind = "timeout_error"
 
@@ -165,25 +167,10 @@ class DeadlineExceeded(TriptychError):
 class Fenced(TriptychError):
     """An older incarnation called; a newer one holds the lease."""
 
-    code = grpc.StatusCode.ABORTED
+    code = Code(10, "ABORTED")
 
 
-_TREE: tuple[type[TriptychError], ...] = (
-    InvalidArgument,
-    DataLoss,
-    FailedPrecondition,
-    Unauthenticated,
-    PermissionDenied,
-    NotFound,
-    OutOfRange,
-    ResourceExhausted,
-    Cancelled,
-    Unimplemented,
-    Unavailable,
-    DeadlineExceeded,
-    Fenced,
-)
-_BY_NUMBER: dict[int, type[TriptychError]] = {kind.code.value[0]: kind for kind in _TREE}
+_BY_NUMBER = {kind.code.number: kind for kind in (*TriptychError.__subclasses__(), DataLoss)}
 
 
 def from_code_number(
@@ -204,47 +191,3 @@ def internal(message: str = "internal error") -> TriptychError:
     """An INTERNAL error with a fresh id that also stands in the logs."""
     error_id = secrets.token_hex(8)
     return TriptychError(f"{message} (error id {error_id})", error_id=error_id)
-
-
-def to_rpc_status(error: TriptychError) -> status_pb2.Status:
-    """google.rpc.Status with BadRequest, ErrorInfo and RetryInfo details where they apply."""
-    details: list[any_pb2.Any] = []
-
-    def pack(message: error_details_pb2.BadRequest | error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) -> None:
-        packed = any_pb2.Any()
-        packed.Pack(message)
-        details.append(packed)
-
-    if error.field is not None:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
-        pack(error_details_pb2.BadRequest(field_violations=[violation]))
-    if error.reason is not None or error.error_id is not None:
-        metadata = {"error_id": error.error_id} if error.error_id else {}
-        pack(error_details_pb2.ErrorInfo(reason=error.reason or "", domain="triptych", metadata=metadata))
-    if error.retry_after_ms is not None:
-        delay = duration_pb2.Duration()
-        delay.FromMilliseconds(error.retry_after_ms)
-        pack(error_details_pb2.RetryInfo(retry_delay=delay))
-    return status_pb2.Status(code=error.code_number, message=error.message, details=details)
-
-
-def from_rpc_status(status: status_pb2.Status) -> TriptychError:
-    """The error that `to_rpc_status` packed."""
-    bad_request = error_details_pb2.BadRequest()
-    info = error_details_pb2.ErrorInfo()
-    retry = error_details_pb2.RetryInfo()
-    field: str | None = None
-    reason: str | None = None
-    error_id: str | None = None
-    retry_after_ms: int | None = None
-    for detail in status.details:
-        if detail.Unpack(bad_request) and bad_request.field_violations:
-            field = bad_request.field_violations[0].field
-        elif detail.Unpack(info):
-            reason = info.reason or None
-            error_id = info.metadata.get("error_id")
-        elif detail.Unpack(retry):
-            retry_after_ms = retry.retry_delay.ToMilliseconds()
-    return from_code_number(
-        status.code, status.message, field=field, reason=reason, retry_after_ms=retry_after_ms, error_id=error_id
-    )

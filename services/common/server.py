@@ -25,8 +25,9 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from services.common.channel import MAX_MESSAGE_BYTES, check_address
-from services.common.errors import InvalidArgument, TriptychError, from_rpc_status, internal, to_rpc_status
+from services.common.errors import InvalidArgument, TriptychError, internal
 from services.common.logs import Log
+from services.common.status import from_rpc_status, to_rpc_status
 
 _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),

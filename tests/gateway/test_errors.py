@@ -18,7 +18,8 @@ from grpc_status import rpc_status
 
 from protos import common_pb2, engine_pb2, gateway_pb2
 from services.common import errors
-from services.common.errors import TriptychError, from_code_number, from_rpc_status, to_rpc_status
+from services.common.errors import TriptychError, from_code_number
+from services.common.status import from_rpc_status, to_rpc_status
 from services.gateway.rest.reply import error_body, error_headers
 from services.gateway.text import ModelText
 from tests.gateway.fake_engine import FakeEngine, until

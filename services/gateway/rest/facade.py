@@ -16,8 +16,9 @@ from google.protobuf import any_pb2
 from grpc_status import rpc_status
 
 from protos import openai_rest_pb2, openai_rest_pb2_grpc
-from services.common.errors import TriptychError, to_rpc_status
+from services.common.errors import TriptychError
 from services.common.server import Server
+from services.common.status import to_rpc_status
 from services.gateway.rest.reply import JSON, Api, error_body, error_headers, event
 from services.gateway.trace import REQUEST_ID, request_id_of
 

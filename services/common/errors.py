@@ -170,7 +170,8 @@ class Fenced(TriptychError):
     code = Code(10, "ABORTED")
 
 
-_BY_NUMBER = {kind.code.number: kind for kind in (*TriptychError.__subclasses__(), DataLoss)}
+_TREE: tuple[type[TriptychError], ...] = (*TriptychError.__subclasses__(), DataLoss)
+_BY_NUMBER = {kind.code.number: kind for kind in _TREE}
 
 
 def from_code_number(

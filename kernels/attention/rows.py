@@ -18,8 +18,8 @@ import torch
 class Placed:
     """The numbers of rows as they lie on the device already, and what was made of them there.
 
-    Where a captured graph runs, these are what counts: the tuples beside them say how large they may be. A row without
-    tokens has a context of 0.
+    Where a captured graph runs, these are what counts: the tuples beside them say how many new tokens and how long a
+    context each row has at most. A row that only fills a place has a context of 0; what attention gives for it is 0.
     """
 
     starts_R1: torch.Tensor  # int32

@@ -8,6 +8,9 @@ kernel joins (flash decoding).
     keys of a row    0 ........ low ............................ last
     split                        | 0        | 1        | 2       |       whole blocks, counted from position 0
 
+Where rows are placed, starts and contexts are read from the device, and what else the kernels read lies there after
+the first pass: then grid and splits come from the tuples alone, and a captured graph holds nothing but launches.
+
 Blocks are counted from position 0 wherever a window begins, so that without splits the sums of a query are the same
 whatever is beside it in the batch. Legend as in reference.py; S splits.
 """
@@ -116,7 +119,8 @@ def _attend(
     if WIDEN:
         q_QA = q_QA.to(tl.float32)
 
-    last = tl.minimum(context, context - new + first + BLOCK_Q // GROUP)
+    # A row whose context is 0 stands for none: its queries see nothing, and get zeros.
+    last = tl.maximum(0, tl.minimum(context, context - new + first + BLOCK_Q // GROUP))
     low = tl.maximum(0, context - new + first - window + 1) if WINDOW else 0
     begin = low // BLOCK_K
     end = tl.cdiv(last, BLOCK_K)
@@ -173,11 +177,13 @@ def _join(sums, peaks, out, splits, SIZE: tl.constexpr, BLOCK_S: tl.constexpr, B
     real_a = at_a < SIZE
     peak = tl.load(peaks + (row * splits + split) * 2, mask=split < splits, other=float("-inf"))
     total = tl.load(peaks + (row * splits + split) * 2 + 1, mask=split < splits, other=0.0)
-    # A split without keys has a peak of -inf and weighs nothing; some split has the query's own key.
-    weight = tl.exp2(peak - tl.max(peak, 0))
+    # A split without keys has a peak of -inf and weighs nothing. Where all are so, the row stands for none.
+    highest = tl.max(peak, 0)
+    weight = tl.exp2(peak - tl.where(highest == float("-inf"), 0.0, highest))
+    whole = tl.sum(total * weight, 0)
     real = (split < splits)[:, None] & real_a[None, :]
     sum_SA = tl.load(sums + (row * splits + split)[:, None] * SIZE + at_a[None, :], mask=real, other=0.0)
-    mean_A = tl.sum(sum_SA * weight[:, None], 0) / tl.sum(total * weight, 0)
+    mean_A = tl.sum(sum_SA * weight[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
     tl.store(out + row * SIZE + at_a, mean_A.to(out.dtype.element_ty), mask=real_a)
 
 
@@ -280,14 +286,20 @@ class Attention:
         step = blocks.queries // group
         tiles = [(row, first) for row in range(rows.count) for first in range(0, rows.new_tokens(row), step)]
         splits = self._splits or self._choose_splits(len(tiles) * kv_heads, chip.cores)
+        flat, device = [number for tile in tiles for number in tile], q_THD.device
+        if rows.placed is not None:
+            made, key = rows.placed.made, (__name__, rows.row_starts, step)
+            if key not in made:
+                made[key] = torch.tensor(flat, dtype=torch.int32).to(device, non_blocking=True)
+            return _Tiles(blocks, len(tiles), splits, made[key], rows.placed.starts_R1, rows.placed.contexts_R)
         # One copy to the device for all three.
-        numbers = [*(number for tile in tiles for number in tile), *rows.row_starts, *rows.context_lens]
-        on_device = torch.tensor(numbers, dtype=torch.int32).to(q_THD.device, non_blocking=True)
-        tiles_X2, starts, contexts = on_device.split((2 * len(tiles), rows.count + 1, rows.count))
+        numbers = [*flat, *rows.row_starts, *rows.context_lens]
+        on_device = torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
+        tiles_X2, starts, contexts = on_device.split((len(flat), rows.count + 1, rows.count))
         return _Tiles(blocks, len(tiles), splits, tiles_X2, starts, contexts)
 
     def _choose_splits(self, programs: int, cores: int) -> int:
-        """As many as fill the GPU, while each has enough keys."""
+        """As many as fill the GPU, while each has enough keys. Placed contexts never exceed the tuple's."""
         longest = max(self._rows.context_lens, default=1)
         keys = longest if self._window is None else min(longest, self._window)
         wanted = cores * _PROGRAMS_PER_CORE // max(1, programs)

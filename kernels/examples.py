@@ -16,8 +16,9 @@ from kernels.rope import triton as rope
 from kernels.selection import triton as selection
 from kernels.shapes import Shape, tensor
 from kernels.silu_mul import triton as silu_mul
+from kernels.states.examples import examples as states
 
-ROOMS: tuple[Callable[[Shape, Chip, int], Iterator[tuple[str, Launch]]], ...] = ()
+ROOMS: tuple[Callable[[Shape, Chip, int], Iterator[tuple[str, Launch]]], ...] = (states,)
 """The same of each room that has an examples.py."""
 
 _PAGE = 16

@@ -22,6 +22,22 @@ TOKENS, BLOCKS = 0, 1
 """Which table a write is to."""
 
 
+class Tables(NamedTuple):
+    """The tables of all rows."""
+
+    tokens_RL: torch.Tensor  # int32
+    blocks_RB: torch.Tensor  # int32
+    block_size: int  # tokens
+
+
+class Chosen(NamedTuple):
+    """What was sampled at each position. A pair is a place and a value: the largest logit (see kernels/largest)."""
+
+    tokens_P: torch.Tensor  # int32
+    raw_P2: torch.Tensor  # pairs of the logits as they came
+    edited_P2: torch.Tensor  # and as masks and other edits left them
+
+
 class Gathered(NamedTuple):
     """What a forward pass reads of the tables. Each may be larger than the step; what lies behind is not written."""
 
@@ -33,24 +49,20 @@ class Gathered(NamedTuple):
     table_SB: torch.Tensor  # int32; entries past a context are not written
 
 
-def stage(
-    writes_W5: torch.Tensor, values_N: torch.Tensor, tokens_RL: torch.Tensor, blocks_RB: torch.Tensor, longest: int
-) -> None:
+def stage(writes_W5: torch.Tensor, values_N: torch.Tensor, tables: Tables, longest: int) -> None:
     """Writes new ids, drafts and block numbers. A write is (table, row, where it begins, count, first of its values).
 
     All are int32. No two writes of a call may meet, and none is longer than `longest`.
     """
     del longest  # what the number of programs follows
-    tables = {TOKENS: tokens_RL, BLOCKS: blocks_RB}
+    of_kind = {TOKENS: tables.tokens_RL, BLOCKS: tables.blocks_RB}
     for table, row, begin, count, first in writes_W5.tolist():
-        tables[table][row, begin : begin + count] = values_N[first : first + count]
+        of_kind[table][row, begin : begin + count] = values_N[first : first + count]
 
 
 def gather(
     spans_S6: torch.Tensor,
-    tokens_RL: torch.Tensor,
-    blocks_RB: torch.Tensor,
-    block_size: int,
+    tables: Tables,
     out: Gathered,
     longest: int,
 ) -> None:
@@ -60,6 +72,7 @@ def gather(
     counts more than the place in the row. No span has more tokens, and no row of one more blocks, than `longest`.
     """
     del longest  # what the number of programs follows
+    tokens_RL, blocks_RB, block_size = tables
     for span, (row, begin, count, flat, writable, shift) in enumerate(spans_S6.tolist()):
         at = torch.arange(begin, begin + count, device=tokens_RL.device)
         flat_tokens = slice(flat, flat + count)
@@ -75,9 +88,7 @@ def gather(
 
 def append(
     spans_C4: torch.Tensor,
-    tokens_P: torch.Tensor,
-    raw_P2: torch.Tensor,
-    edited_P2: torch.Tensor,
+    chosen: Chosen,
     tokens_RL: torch.Tensor,
     counted_C: torch.Tensor,
     drafts: int,
@@ -90,9 +101,8 @@ def append(
         known ids   p p o | a b c     drafts a b c
         sampled             a b x y   counted 3: left to right while the sampled token is the draft, and the one after
 
-    A position without a token ends what counts before it: one whose largest logit is not finite, or of whose logits the
-    edits left none (see kernels/largest: raw_P2 and edited_P2 are pairs before and after edits; the second of a pair is
-    the value). No span has more drafts than `drafts`.
+    A position without a token ends what counts before it: one whose largest logit is not finite, or of whose logits
+    the edits left none. No span has more drafts than `drafts`.
     """
     del drafts  # what the width of a program follows
     for span, (row, known, ahead, first) in enumerate(spans_C4.tolist()):
@@ -100,9 +110,9 @@ def append(
         if row >= 0:
             drafted = tokens_RL[row, known : known + ahead].tolist()
             for place in range(ahead + 1):
-                if not _sampled(raw_P2[first + place, 1], edited_P2[first + place, 1]):
+                if not _sampled(chosen.raw_P2[first + place, 1], chosen.edited_P2[first + place, 1]):
                     break
-                token = int(tokens_P[first + place])
+                token = int(chosen.tokens_P[first + place])
                 if known + place < tokens_RL.shape[1]:
                     tokens_RL[row, known + place] = token
                 count += 1

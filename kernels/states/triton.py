@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels.launch import Launch, power_of_two
-from kernels.states.reference import BLOCKS, Gathered
+from kernels.states.reference import BLOCKS, Chosen, Gathered, Tables
 
 _BLOCK = 1024
 """Numbers that one program moves: eight for each thread of four warps. Most spans and writes have one."""
@@ -66,7 +66,9 @@ def _gather(
     if tl.program_id(1) * BLOCK < count:
         real = at < count
         place = begin + at
-        tl.store(ids + flat + at, tl.load(tokens + row * tokens_row + place, mask=real, other=0).to(tl.int64), mask=real)
+        tl.store(
+            ids + flat + at, tl.load(tokens + row * tokens_row + place, mask=real, other=0).to(tl.int64), mask=real
+        )
         tl.store(positions + flat + at, (place + tl.load(span + 5)).to(tl.int64), mask=real)
         block = tl.load(of_row + place // PAGE, mask=real, other=0).to(tl.int64)
         slot = tl.where(place < tl.load(span + 4), -1, block * PAGE + place % PAGE)
@@ -107,25 +109,23 @@ def _append(spans, sampled, raw, edited, tokens, counted, tokens_row, length, BL
     tl.store(counted + tl.program_id(0), count)
 
 
-def plan_stage(
-    writes_W5: torch.Tensor, values_N: torch.Tensor, tokens_RL: torch.Tensor, blocks_RB: torch.Tensor, longest: int
-) -> Launch:
+def plan_stage(writes_W5: torch.Tensor, values_N: torch.Tensor, tables: Tables, longest: int) -> Launch:
     """The launch; no write is longer than `longest`."""
     grid = (len(writes_W5), -(-longest // _BLOCK))
+    tokens_RL, blocks_RB, _ = tables
     given = (writes_W5, values_N, tokens_RL, blocks_RB, tokens_RL.stride(0), blocks_RB.stride(0))
     return Launch(_stage, grid, given, {"BLOCK": _BLOCK})
 
 
 def plan_gather(
     spans_S6: torch.Tensor,
-    tokens_RL: torch.Tensor,
-    blocks_RB: torch.Tensor,
-    block_size: int,
+    tables: Tables,
     out: Gathered,
     longest: int,
 ) -> Launch:
     """The launch; no span has more tokens than `longest`, and no row of it more blocks."""
     grid = (len(spans_S6), -(-longest // _BLOCK))
+    tokens_RL, blocks_RB, block_size = tables
     strides = (tokens_RL.stride(0), blocks_RB.stride(0), out.table_SB.stride(0))
     given = (spans_S6, tokens_RL, blocks_RB, *out, *strides)
     return Launch(_gather, grid, given, {"PAGE": block_size, "BLOCK": _BLOCK})
@@ -133,47 +133,47 @@ def plan_gather(
 
 def plan_append(
     spans_C4: torch.Tensor,
-    tokens_P: torch.Tensor,
-    raw_P2: torch.Tensor,
-    edited_P2: torch.Tensor,
+    chosen: Chosen,
     tokens_RL: torch.Tensor,
     counted_C: torch.Tensor,
     drafts: int,
 ) -> Launch:
     """The launch; no span has more drafts than `drafts`."""
-    raw_P2, edited_P2 = raw_P2.view(torch.int32), edited_P2.view(torch.int32)
-    given = (spans_C4, tokens_P, raw_P2, edited_P2, tokens_RL, counted_C, tokens_RL.stride(0), tokens_RL.shape[1])
+    raw_P2, edited_P2 = chosen.raw_P2.view(torch.int32), chosen.edited_P2.view(torch.int32)
+    given = (
+        spans_C4,
+        chosen.tokens_P,
+        raw_P2,
+        edited_P2,
+        tokens_RL,
+        counted_C,
+        tokens_RL.stride(0),
+        tokens_RL.shape[1],
+    )
     return Launch(_append, (len(spans_C4),), given, {"BLOCK": power_of_two(drafts + 1, _LEAST_DRAFTS)}, warps=1)
 
 
-def stage(
-    writes_W5: torch.Tensor, values_N: torch.Tensor, tokens_RL: torch.Tensor, blocks_RB: torch.Tensor, longest: int
-) -> None:
+def stage(writes_W5: torch.Tensor, values_N: torch.Tensor, tables: Tables, longest: int) -> None:
     """See reference.stage."""
-    plan_stage(writes_W5, values_N, tokens_RL, blocks_RB, longest).run()
+    plan_stage(writes_W5, values_N, tables, longest).run()
 
 
 def gather(
     spans_S6: torch.Tensor,
-    tokens_RL: torch.Tensor,
-    blocks_RB: torch.Tensor,
-    block_size: int,
+    tables: Tables,
     out: Gathered,
     longest: int,
 ) -> None:
     """See reference.gather."""
-    plan_gather(spans_S6, tokens_RL, blocks_RB, block_size, out, longest).run()
+    plan_gather(spans_S6, tables, out, longest).run()
 
 
 def append(
     spans_C4: torch.Tensor,
-    tokens_P: torch.Tensor,
-    raw_P2: torch.Tensor,
-    edited_P2: torch.Tensor,
+    chosen: Chosen,
     tokens_RL: torch.Tensor,
     counted_C: torch.Tensor,
     drafts: int,
 ) -> None:
     """See reference.append."""
-    plan_append(spans_C4, tokens_P, raw_P2, edited_P2, tokens_RL, counted_C, drafts).run()
-
+    plan_append(spans_C4, chosen, tokens_RL, counted_C, drafts).run()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.states import reference, triton
-from kernels.states.reference import BLOCKS, TOKENS, Gathered
+from kernels.states.reference import BLOCKS, TOKENS, Chosen, Gathered, Tables
 
 ROWS, LENGTH, PAGE = 7, 2100, 3
 UNTOUCHED = -77
@@ -29,13 +29,12 @@ def test_stage(lengths):
     writes, first = [], 0
     for row, count in enumerate(lengths):
         for table, begin in ((TOKENS, LENGTH - count - row), (BLOCKS, row)):
-            count = min(count, blocks.shape[1] - row)
-            writes.append((table, row, begin, count, first))
-            first += count
+            writes.append((table, row, begin, min(count, blocks.shape[1] - row), first))
+            first += writes[-1][3]
     values = torch.arange(first, dtype=torch.int32)
     expected = ids.clone(), blocks.clone()
-    reference.stage(ints(*writes), values, *expected, max(lengths))
-    triton.stage(ints(*writes), values, ids, blocks, max(lengths))
+    reference.stage(ints(*writes), values, Tables(*expected, PAGE), max(lengths))
+    triton.stage(ints(*writes), values, Tables(ids, blocks, PAGE), max(lengths))
     assert torch.equal(ids, expected[0])
     assert torch.equal(blocks, expected[1])
 
@@ -66,8 +65,8 @@ def test_gather(spans):
     held = max(-(-(begin + count) // PAGE) for _, begin, count, *_ in spans)
     expected, found = gathered(flat, len(spans), held), gathered(flat, len(spans), held)
     longest = max(held, *(count for _, _, count, *_ in spans))
-    reference.gather(ints(*columns), ids, blocks, PAGE, expected, longest)
-    triton.gather(ints(*columns), ids, blocks, PAGE, found, longest)
+    reference.gather(ints(*columns), Tables(ids, blocks, PAGE), expected, longest)
+    triton.gather(ints(*columns), Tables(ids, blocks, PAGE), found, longest)
     for name, one, other in zip(Gathered._fields, found, expected, strict=True):
         assert torch.equal(one, other), name
     assert expected.slots_T[flat] == UNTOUCHED
@@ -115,8 +114,9 @@ def test_append(most):
     places = torch.zeros(first)
     pairs = [torch.stack((places, torch.cat(values)), 1) for values in (raw, edited)]
     expected, counted, found = ids.clone(), torch.full((ROWS,), 99, dtype=torch.int32), torch.empty_like(ids[:, 0])
-    reference.append(ints(*spans), torch.cat(tokens), *pairs, expected, counted, most)
-    triton.append(ints(*spans), torch.cat(tokens), *pairs, ids, found, most)
+    chosen = Chosen(torch.cat(tokens), *pairs)
+    reference.append(ints(*spans), chosen, expected, counted, most)
+    triton.append(ints(*spans), chosen, ids, found, most)
     assert counted.tolist() == hand
     assert found.tolist() == hand
     assert torch.equal(ids, expected)
@@ -128,6 +128,6 @@ def test_a_token_at_the_end_of_the_context_counts_and_has_no_place():
     before = ids.clone()
     counted = torch.empty(1, dtype=torch.int32)
     pairs = torch.zeros(1, 2)
-    triton.append(ints((3, LENGTH, 0, 0)), torch.tensor([5], dtype=torch.int32), pairs, pairs, ids, counted, 0)
+    triton.append(ints((3, LENGTH, 0, 0)), Chosen(torch.tensor([5], dtype=torch.int32), pairs, pairs), ids, counted, 0)
     assert counted.tolist() == [1]
     assert torch.equal(ids, before)

@@ -1,0 +1,169 @@
+"""The ops over symbols: what each adds to the program. Everything else of the table is the base's.
+
+A weight that is a plain matrix is an argument of a piece, where the compiler sees the product. Any other (packed for
+this CPU, in tiles, quantized) stays the base's: its product is called from within the piece (`opaque`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from kernels.linear import reference as linear
+from kernels.linear.blocks import Blocks
+from kernels.ops import Attention, Ops, Pass, Step, StepTensors
+from kernels.ops import Linear as Product
+from kernels.piecewise.program import Kind, Program, Recorder, Symbol
+from kernels.piecewise.running import Hooks, Runner
+
+Tensor = torch.Tensor
+
+
+def piecewise_ops(base: Ops[Tensor], hooks: Hooks | None = None) -> Ops[Symbol]:
+    """The table; what is prepared with it runs on the base's ops, all but what is compiled."""
+    table: Ops[Symbol] = replace(
+        cast(Any, base),  # each of its fields over tensors is replaced
+        prepare_linear=partial(_prepare, base),
+        compile=partial(_compile, base, hooks or Hooks()),
+        compile_rows=partial(_compile_rows, base),
+        embedding=embedding,
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        split_heads=split_heads,
+        qk_norm=qk_norm,
+        rope_cos_sin=rope_cos_sin,
+        rope_axes_cos_sin=rope_axes_cos_sin,
+        replace_rows=partial(_media, "replace_rows"),
+        add_rows=partial(_media, "add_rows"),
+        silu_mul=silu_mul,
+        largest=largest,
+    )
+    return table
+
+
+class Linear:
+    """A prepared weight of the base as an op."""
+
+    def __init__(self, product: Product[Tensor], outputs: int) -> None:
+        self.product = product
+        self._outputs = outputs
+
+    def __call__(self, x: Symbol) -> Symbol:
+        """The product for every row of x."""
+        kind = Kind((*x.kind.shape[:-1], self._outputs), x.kind.dtype)
+        plain = self.product if isinstance(self.product, linear.Linear) else None
+        if plain is None:
+            return x.recorder.add("opaque", [x], [kind], constants=[self._outputs], product=self.product)[0]
+        weights = [plain.weight_OI] + ([] if plain.bias_O is None else [plain.bias_O])
+        return x.recorder.add("linear", [x], [kind], weights=weights, product=self.product)[0]
+
+
+def embedding(ids: Symbol, table_VD: Tensor) -> Symbol:
+    """Rows of the table."""
+    kind = Kind((*ids.kind.shape, table_VD.shape[1]), table_VD.dtype)
+    return ids.recorder.add("embedding", [ids], [kind], weights=[table_VD])[0]
+
+
+def rms_norm(x: Symbol, weight_D: Tensor, eps: float) -> Symbol:
+    """Root mean square norm of the last axis."""
+    return x.recorder.add("rms_norm", [x], [x.kind], weights=[weight_D], constants=[eps])[0]
+
+
+def add_rms_norm(x: Symbol, residual: Symbol, weight_D: Tensor, eps: float) -> tuple[Symbol, Symbol]:
+    """The norm of the sum, and the sum."""
+    normed, total = x.recorder.add("add_rms_norm", [x, residual], [x.kind, x.kind], weights=[weight_D], constants=[eps])
+    return normed, total
+
+
+def split_heads(x: Symbol, counts: Sequence[int], head_dim: int) -> tuple[Symbol, ...]:
+    """So many heads each."""
+    kinds = [Kind((x.kind.shape[0], count, head_dim), x.kind.dtype) for count in counts]
+    return x.recorder.add("split_heads", [x], kinds, constants=[tuple(counts), head_dim])
+
+
+def qk_norm(qk: Symbol, q_norm_A: Tensor, k_norm_A: Tensor, heads: int, eps: float) -> Symbol:
+    """Every head normed."""
+    return qk.recorder.add("qk_norm", [qk], [qk.kind], weights=[q_norm_A, k_norm_A], constants=[heads, eps])[0]
+
+
+def rope_cos_sin(positions: Symbol, inv_freq_E: Tensor, scale: float, dtype: torch.dtype) -> tuple[Symbol, Symbol]:
+    """cos and sin of the step's positions."""
+    return _angles("rope_cos_sin", positions, inv_freq_E, scale, dtype)
+
+
+def rope_axes_cos_sin(
+    positions: Symbol, inv_freq_3E: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Symbol, Symbol]:
+    """The same of positions on three axes."""
+    return _angles("rope_axes_cos_sin", positions, inv_freq_3E, scale, dtype)
+
+
+def _angles(op: str, positions: Symbol, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> tuple[Symbol, Symbol]:
+    kind = Kind((None, inv_freq.shape[-1]), dtype)
+    cos, sin = positions.recorder.add(op, [positions], [kind, kind], weights=[inv_freq], constants=[scale, dtype])
+    return cos, sin
+
+
+def silu_mul(gate_up: Symbol) -> Symbol:
+    """silu(gate) * up."""
+    kind = Kind((*gate_up.kind.shape[:-1], gate_up.width // 2), gate_up.kind.dtype)
+    return gate_up.recorder.add("silu_mul", [gate_up], [kind])[0]
+
+
+def largest(x: Symbol) -> Symbol:
+    """The place of each row's largest, and its value."""
+    return x.recorder.add("largest", [x], [Kind((x.kind.shape[0], 2), torch.float32)])[0]
+
+
+def attend(how: Attention, qk: Symbol, v: Symbol, cos: Symbol, sin: Symbol) -> Symbol:
+    """A barrier."""
+    kind = Kind((None, how.heads * v.width), v.kind.dtype)
+    return qk.recorder.add("attend", [qk, v, cos, sin], [kind], constants=[how])[0]
+
+
+def _media(op: str, x: Symbol, media: None, part: int) -> Symbol:
+    """A barrier."""
+    del media  # the step brings it
+    return x.recorder.add(op, [x], [x.kind], constants=[part])[0]
+
+
+def record(mathematics: Callable[[Step[Symbol]], Symbol]) -> Program:
+    """The program of a forward pass."""
+    recorder = Recorder()
+    ids = recorder.new(Kind((None,), torch.int64))
+    positions = recorder.new(Kind((None,), torch.int64))
+    axes = recorder.new(Kind((3, None), torch.int64))
+    return recorder.finish(mathematics(Step(ids, positions, axes, None, attend)))
+
+
+def _prepare(base: Ops[Tensor], weight_OI: Tensor | Blocks, bias_O: Tensor | None) -> Linear:
+    return Linear(base.prepare_linear(weight_OI, bias_O), weight_OI.shape[0])
+
+
+def _compile(base: Ops[Tensor], hooks: Hooks, mathematics: Callable[[Step[Symbol]], Symbol]) -> Pass:
+    runner = Runner(record(mathematics), base, hooks)
+    made = base.compile(runner)
+    return _Listed(made, runner.listing)
+
+
+class _Listed:
+    """The base's pass around a program. See kernels.ops.Pass."""
+
+    def __init__(self, inner: Pass, listing: str) -> None:
+        self.listing = listing
+        self._inner = inner
+
+    def __call__(self, given: StepTensors) -> Tensor:
+        """What the mathematics gives for the tokens of a step."""
+        return self._inner(given)
+
+
+def _compile_rows(base: Ops[Tensor], mathematics: Callable[[Symbol], Symbol], width: int) -> Callable[[Tensor], Tensor]:
+    """One product, of which a compiler makes nothing better."""
+    if isinstance(mathematics, Linear):
+        return base.compile_rows(mathematics.product, width)
+    raise ValueError("only a product is served as mathematics of rows")

@@ -38,6 +38,9 @@ _TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.float64: "*fp64",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -117,12 +120,14 @@ def figures(
 
 def table(found: Iterable[Figures]) -> str:
     """One line for a kernel and shape, all targets in it."""
-    lines: dict[tuple[str, str], list[str]] = {}
+    lines: dict[tuple[str, str], dict[int, str]] = {}
     for one in found:
         figures_of_target = f"{one.blocks}, {one.warps} warps: {one.registers}, {one.spilled}, {one.shared:,}"
-        lines.setdefault((one.shape, one.kernel), []).append(figures_of_target)
+        lines.setdefault((one.shape, one.kernel), {})[one.target] = figures_of_target
     text = "| shape | kernel |" + "".join(f" sm_{target} |" for target in TARGETS) + "\n|---|---|---|---|\n"
-    return text + "".join(f"| {shape} | {kernel} | {' | '.join(each)} |\n" for (shape, kernel), each in lines.items())
+    for (shape, kernel), each in lines.items():
+        text += f"| {shape} | {kernel} | {' | '.join(each.get(target, '') for target in TARGETS)} |\n"
+    return text
 
 
 def main(arguments: Sequence[str]) -> int:

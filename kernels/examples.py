@@ -11,6 +11,8 @@ from kernels.attention.rows import Rows
 from kernels.kv_write import triton as kv_write
 from kernels.largest import triton as largest
 from kernels.launch import Chip, Launch
+from kernels.linear.examples import examples as linear
+from kernels.quantized_rows.examples import examples as quantized_rows
 from kernels.rms_norm import triton as rms_norm
 from kernels.rope import triton as rope
 from kernels.selection import triton as selection
@@ -18,7 +20,11 @@ from kernels.shapes import Shape, tensor
 from kernels.silu_mul import triton as silu_mul
 from kernels.states.examples import examples as states
 
-ROOMS: tuple[Callable[[Shape, Chip, int], Iterator[tuple[str, Launch]]], ...] = (states,)
+ROOMS: tuple[Callable[[Shape, Chip, int], Iterator[tuple[str, Launch]]], ...] = (
+    states,
+    quantized_rows,
+    linear,
+)
 """The same of each room that has an examples.py."""
 
 _PAGE = 16

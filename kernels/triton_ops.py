@@ -1,10 +1,11 @@
 """The table of ops whose mathematics run on Triton kernels.
 
-Products, lookups, media and the ordering of candidates' keys are torch's.
+Products of floats, lookups, media and the ordering of candidates' keys are torch's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,30 +16,40 @@ from kernels.embedding import reference as embedding
 from kernels.kv_write import triton as kv_write
 from kernels.largest import triton as largest
 from kernels.launch import interpreted
+from kernels.linear import quantized
+from kernels.linear.blocks import Blocks
 from kernels.media import reference as media
 from kernels.native.build import Unavailable
-from kernels.ops import Ops
+from kernels.ops import Linear, Ops
 from kernels.rms_norm import triton as rms_norm
 from kernels.rope import triton as rope
 from kernels.selection.triton import Selection
 from kernels.silu_mul import triton as silu_mul
 
+Tensor = torch.Tensor
 
-def triton_ops(device: str, *, deterministic: bool) -> Ops[torch.Tensor]:
-    """The table. Raises Unavailable where the kernels can neither run nor be interpreted."""
+
+def triton_ops(device: str, *, deterministic: bool, quantize: str = "none") -> Ops[torch.Tensor]:
+    """The table. `quantize` is none or a kind of kernels.linear.quantized, for `prepare_linear`.
+
+    Raises Unavailable where the kernels can neither run nor be interpreted or the GPU cannot multiply that kind, and
+    ValueError for a kind that does not exist.
+    """
     if not interpreted() and torch.device(device).type != "cuda":
         raise Unavailable(
             f"Triton kernels run on a CUDA GPU, and device is {device!r}; with TRITON_INTERPRET=1 in the environment"
             " they are interpreted on any, for tests"
         )
     linear = eager.linear(fast=False, deterministic=deterministic)
+    if quantize != "none":
+        quantized.refuse(quantize, torch.device(device))
     return Ops(
         name="triton",
         level="interpreted" if interpreted() else "",
         note="",
         kv_dtype=None,
         kv_block=eager.tokens_first,
-        prepare_linear=linear,
+        prepare_linear=partial(_prepare, linear, quantize, deterministic),
         prepare_product=linear,
         prepare_embedding=eager.table,
         compile=partial(
@@ -61,3 +72,21 @@ def triton_ops(device: str, *, deterministic: bool) -> Ops[torch.Tensor]:
         selection=Selection(),
         spent_s=lambda: 0.0,
     )
+
+
+def _prepare(
+    plain: Callable[[Tensor | Blocks, Tensor | None], Linear[Tensor]],
+    quantize: str,
+    deterministic: bool,
+    weight_OI: Tensor | Blocks,
+    bias_O: Tensor | None,
+) -> Linear[Tensor]:
+    """Blocks keep their bits, whatever is asked; floats get those that are asked for."""
+    kind: quantized.Kind | None = None
+    if isinstance(weight_OI, Blocks):
+        kind = "int4" if weight_OI.bits == 4 else "int8"
+    else:
+        kind = next((each for each in quantized.KINDS if each == quantize), None)
+    if kind is None:
+        return plain(weight_OI, bias_O)
+    return quantized.prepare(weight_OI, bias_O, kind, deterministic=deterministic)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.linear.blocks import Blocks
+from kernels.quantized_rows.reference import QuantizedRows
 
 
 class Linear:
@@ -18,3 +19,15 @@ class Linear:
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         """The product for every row of x."""
         return F.linear(x_TI, self.weight_OI, self.bias_O)
+
+
+def rows_product(
+    x: QuantizedRows, weight: QuantizedRows, bias_O: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """y[t, o] = (sum over i of x.numbers[t, i] * weight.numbers[o, i]) * x.scale[t] * weight.scale[o] + bias[o].
+
+    The sum is exact for int8, as far as float64 holds it; the rest is in float32, rounded to `dtype` at last.
+    """
+    sums_TO = F.linear(x.numbers_TI.double(), weight.numbers_TI.double()).float()
+    y_TO = sums_TO * x.scale_T[:, None] * weight.scale_T
+    return (y_TO if bias_O is None else y_TO + bias_O.float()).to(dtype)

@@ -1,0 +1,112 @@
+"""Matrix product with a quantized weight on Triton kernels.
+
+int8   W8A8: a scale for each output and for each token, sums in int32
+fp8    W8A8: the same in e4m3, sums in float32; GPUs from compute capability 8.9 on
+int4   W4A16: numbers of 4 bits in groups of inputs, dequantized where they are multiplied (kernels/int4)
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from kernels.launch import Chip, Launch, chip_of, interpreted
+from kernels.linear import triton as products
+from kernels.linear.blocks import Blocks
+from kernels.native.build import Unavailable
+from kernels.quantized_rows import reference
+from kernels.quantized_rows.reference import QuantizedRows
+from kernels.quantized_rows.triton import quantize_rows
+
+Tensor = torch.Tensor
+Kind = Literal["int8", "fp8", "int4"]
+KINDS: tuple[Kind, ...] = ("int8", "fp8", "int4")
+_FP8_FROM = 89
+
+
+class RowsLinear:
+    """See reference.Linear: rows are quantized, then multiplied. `multiply` takes rows that are quantized already."""
+
+    def __init__(
+        self, weight_OI: Tensor, bias_O: Tensor | None, kind: reference.Kind, *, deterministic: bool = False
+    ) -> None:
+        self.rows: reference.Kind = kind
+        """The kind of rows that `multiply` takes."""
+        self._chip = chip_of(weight_OI.device)
+        self._weight = reference.quantize_rows(weight_OI, kind)
+        self._bias_O = bias_O
+        self._deterministic = deterministic
+        self._counters = products.counters_for(self._chip, weight_OI.device)
+
+    @property
+    def weight(self) -> QuantizedRows:
+        """Numbers [O, I], and a scale for each output."""
+        return self._weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[O]; None where there is none."""
+        return self._bias_O
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight and its scales."""
+        return sum(part.nbytes for part in self._weight)
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """The product for every row of x, in the type of x."""
+        return self.multiply(quantize_rows(x_TI, self.rows), x_TI.dtype)
+
+    def multiply(self, x: QuantizedRows, dtype: torch.dtype) -> Tensor:
+        """The product of quantized rows, in that type."""
+        launch, y_TO = self.plan(x, dtype)
+        launch.run()
+        return y_TO
+
+    def plan(self, x: QuantizedRows, dtype: torch.dtype) -> tuple[Launch, Tensor]:
+        """The launch, and what it writes."""
+        return products.plan_product(
+            x, self._weight, self._bias_O, self._counters, dtype, deterministic=self._deterministic, chip=self._chip
+        )
+
+
+def refuse(kind: str, device: torch.device) -> None:
+    """Raises ValueError for a kind that does not exist, and Unavailable for one that this GPU cannot multiply."""
+    if kind not in KINDS:
+        raise ValueError(f"quantized products are one of {', '.join(KINDS)}, not {kind!r}")
+    if kind == "fp8" and device.type == "cuda" and not interpreted():
+        refuse_fp8(chip_of(device))
+
+
+def refuse_fp8(chip: Chip) -> None:
+    """Raises Unavailable for a GPU without products of fp8."""
+    if chip.capability < _FP8_FROM:
+        found, needed = (f"{number // 10}.{number % 10}" for number in (chip.capability, _FP8_FROM))
+        raise Unavailable(
+            f"products of fp8 need a GPU of compute capability {needed} or more, and this one has {found}: int8 has"
+            " the same size"
+        )
+
+
+def prepare(
+    weight_OI: Tensor | Blocks, bias_O: Tensor | None, kind: Kind, *, deterministic: bool = False
+) -> RowsLinear:
+    """A weight, ready to be multiplied with; blocks are dequantized first unless they have the bits of the kind.
+
+    Raises ValueError for a kind that does not exist, and for a weight that is not finite; Unavailable for a kind that
+    the GPU cannot multiply.
+    """
+    device = weight_OI.numbers_OI.device if isinstance(weight_OI, Blocks) else weight_OI.device
+    refuse(kind, device)
+    if kind == "int4":
+        raise Unavailable("products of int4 are not built yet")
+    linear = RowsLinear(
+        weight_OI.dequantize() if isinstance(weight_OI, Blocks) else weight_OI,
+        bias_O,
+        kind,
+        deterministic=deterministic,
+    )
+    if not bool(linear.weight.scale_T.isfinite().all()):
+        raise ValueError("some weights are not finite")
+    return linear

@@ -15,7 +15,7 @@ from kernels.linear.examples import examples as linear
 from kernels.quantized_rows.examples import examples as quantized_rows
 from kernels.rms_norm import triton as rms_norm
 from kernels.rope import triton as rope
-from kernels.selection import triton as selection
+from kernels.selection.examples import examples as selection
 from kernels.shapes import Shape, tensor
 from kernels.silu_mul import triton as silu_mul
 from kernels.states.examples import examples as states
@@ -24,6 +24,7 @@ ROOMS: tuple[Callable[[Shape, Chip, int], Iterator[tuple[str, Launch]]], ...] = 
     states,
     quantized_rows,
     linear,
+    selection,
 )
 """The same of each room that has an examples.py."""
 
@@ -93,20 +94,3 @@ def _rows_of_tokens(shape: Shape, tokens: int) -> Iterator[tuple[str, Launch]]:
     parts, row, _ = largest.plan_pairs(tensor(shape, tokens, shape.vocabulary))
     yield "largest, parts", parts
     yield "largest, row", row
-    yield from _choosing(shape, tokens)
-
-
-def _choosing(shape: Shape, tokens: int) -> Iterator[tuple[str, Launch]]:
-    x = torch.empty(tokens, shape.vocabulary, device="meta")
-    cuts = selection.Columns(
-        torch.empty(tokens, 3, dtype=torch.int64, device="meta"),
-        torch.empty(tokens, 4, dtype=torch.float64, device="meta"),
-    )
-    yield "draw, rough", selection.plan_draw(x, cuts)[0]
-    yield "draw, exact", selection.plan_draw(x, cuts)[1]
-    launch, keys = selection.plan_order(x, cuts)
-    yield "draw, order", launch
-    mass, sums = selection.plan_mass(x, cuts)
-    yield "draw, mass", mass
-    yield "draw, sorted", selection.plan_draw_sorted(keys[:, :256], cuts, sums[:, 0], shape.vocabulary)[0]
-    yield "weigh", selection.plan_weigh(x, torch.empty(tokens, dtype=torch.int64, device="meta"))[0]

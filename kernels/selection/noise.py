@@ -40,3 +40,14 @@ def noise(bits, KIND: tl.constexpr):
     y = 1.0 + u * (2.0 / 3.0) * y
     y = 1.0 + u * (1.0 / 2.0) * y
     return -tl.log(tl.where(u < _SMALL, u * y, -tl.log(left)))
+
+
+@triton.jit
+def most_noise(high):
+    """Not under the noise whose bits begin with these 32, and above it by 0.4 where it is under 0.4, else by less.
+
+    noise = -log(u + u^2/2 + u^3/3 + ...), of which three terms of a smaller u are taken: one logarithm, in float32.
+    Rounding may take 1e-5 away.
+    """
+    u = tl.maximum(high.to(tl.float32), 2.0**-22) * (2.0**-32)  # the least u is 2^-54
+    return -tl.log(u * (1.0 + u * (0.5 + u * (1.0 / 3.0))))

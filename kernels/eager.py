@@ -11,7 +11,7 @@ from kernels.attention.rows import Rows
 from kernels.linear import packed, tiled
 from kernels.linear import reference as linear_reference
 from kernels.linear.blocks import Blocks
-from kernels.ops import Attention, Linear, Step, StepTensors
+from kernels.ops import Attention, Limits, Linear, Step, StepTensors, Warmed
 
 Tensor = torch.Tensor
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -34,6 +34,11 @@ class Eager:
         self._write = write
         self._prepare_attention = prepare_attention
         self._mathematics = mathematics
+
+    def warm(self, limits: Limits | None) -> Warmed:
+        """See kernels.ops.Pass: nothing."""
+        del limits
+        return Warmed()
 
     def __call__(self, given: StepTensors) -> Tensor:
         """See kernels.ops.Pass."""

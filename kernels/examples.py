@@ -8,6 +8,7 @@ import torch
 
 from kernels.attention import triton as attention
 from kernels.attention.rows import Rows
+from kernels.graphs.examples import examples as graphs
 from kernels.kv_write import triton as kv_write
 from kernels.largest import triton as largest
 from kernels.launch import Chip, Launch
@@ -21,6 +22,7 @@ from kernels.silu_mul import triton as silu_mul
 from kernels.states.examples import examples as states
 
 ROOMS: tuple[Callable[[Shape, Chip, int], Iterator[tuple[str, Launch]]], ...] = (
+    graphs,
     states,
     quantized_rows,
     linear,

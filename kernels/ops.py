@@ -71,11 +71,36 @@ class Step(Generic[V]):
     """
 
 
+@dataclass(slots=True, frozen=True)
+class Limits:
+    """What steps are at most, and the cache that they read and write."""
+
+    cache: Tensor  # as in StepTensors
+    block_size: int
+    rows: int
+    tokens: int
+    context: int  # tokens of one row
+    sample: bool = False  # only so much is made as tells what all takes, and it is let go again
+
+
+class Warmed(NamedTuple):
+    """What was made before serving, and its memory on the device; all of it, even where a sample was made."""
+
+    graphs: int = 0
+    bytes: int = 0
+
+
 class Pass(Protocol):
     """A forward pass, ready to run."""
 
     listing: str
     """Its program, to read; empty where there is none."""
+
+    def warm(self, limits: Limits | None) -> Warmed:
+        """Makes what serving within these limits should not wait for, once the cache is there.
+
+        None lets go of it and of the cache. Both are to be called in inference mode, where steps are.
+        """
 
     def __call__(self, given: StepTensors) -> Tensor:
         """What the mathematics gives for the tokens of a step, good until the next call."""

@@ -13,7 +13,7 @@ from kernels.native.build import Unavailable
 from kernels.native.library import Arena, CompiledProgram, Inputs, Library, PackedWeight, Pool, StepOfC, kv_width, load
 from kernels.native.program import Line, Listing, Op, Recorder, Symbol
 from kernels.native.selection import Selection
-from kernels.ops import Attention, Ops, Step, StepTensors
+from kernels.ops import Attention, Limits, Ops, Step, StepTensors, Warmed
 
 _TURN_NS = 25
 """One turn of a waiting thread, about."""
@@ -294,6 +294,11 @@ class Program(_Run):
         writes = [line.heads for line in recorder.lines if line.op is Op.KV_WRITE]
         self._kv_heads = writes[0] if writes else 0
         super().__init__(engine, recorder, width)
+
+    def warm(self, limits: Limits | None) -> Warmed:
+        """See kernels.ops.Pass: nothing."""
+        del limits
+        return Warmed()
 
     def __call__(self, given: StepTensors) -> torch.Tensor:
         """What the mathematics gives for the tokens of a step."""

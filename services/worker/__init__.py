@@ -16,6 +16,7 @@ script        what a simulated worker answers, and where it fails
 toy_text      text files for a simulated worker without a folder
 runner        the real runner: states → batch → forward → sample → result
 trial         the largest step, run for the memory that it takes
+graphs        what is recorded before serving, and the memory that it takes
 memory        the memory sum
 multimodal    encoder outputs, and what a batch reads of them
 pooling       hidden states of a prompt to one vector

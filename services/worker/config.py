@@ -37,6 +37,14 @@ class WorkerSettings(Settings):
         "kernels: native (C++) where it can be had, triton (a GPU, or TRITON_INTERPRET=1 for tests), torch's fastest,"
         " or the plain reference",
     )
+    graphs: Literal["auto", "none", "full"] = knob(
+        "auto",
+        "graphs of whole decode steps, recorded before serving, for triton kernels: full, or none; auto is full on a"
+        " GPU",
+    )
+    graph_drafts: int = knob(
+        4, "draft tokens of a row that graphs hold at most; the engine's max_speculative_tokens", ge=0, le=128
+    )
     isa: Literal["auto", "avx512-vnni", "avx512", "avx2", "portable"] = knob(
         "auto", "instruction set of the native kernels; auto is the best of this CPU"
     )

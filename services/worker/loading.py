@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from kernels.dispatch import choose_ops
+from kernels.graphs.graphed import GraphOptions, with_graphs
+from kernels.native.build import Unavailable
 from kernels.native.ops import NativeOptions
 from kernels.ops import Ops
-from services.common.errors import InvalidArgument, NotFound
+from services.common.errors import FailedPrecondition, InvalidArgument, NotFound
 from services.worker.gguf_file import GgufFile
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Decoder
@@ -45,6 +47,7 @@ def load_model(
     quantize: str = "none",
     kv_cache_dtype: str = "auto",
     native: NativeOptions | None = None,
+    graphs: GraphOptions = GraphOptions("none"),
 ) -> tuple[Decoder, LoadedModel]:
     """Loads a Hugging Face folder or a GGUF file.
 
@@ -77,6 +80,7 @@ def load_model(
             f"kv_cache_dtype {kv_cache_dtype} needs the native kernels: {chosen.name} ones keep the model's own type",
             field="kv_cache_dtype",
         )
+    chosen = _with_graphs(chosen, graphs, torch.device(device))
     precision = _precision(dtype, quantize, config, device, native=chosen.name == "native")
     model, text_memory, vision_memory = _load(config, source, chosen, precision, torch.device(device))
     return model, LoadedModel(
@@ -92,6 +96,13 @@ def load_model(
         pools=True,
         media=model.encoder is not None,
     )
+
+
+def _with_graphs(ops: Ops[Any], graphs: GraphOptions, device: torch.device) -> Ops[Any]:
+    try:
+        return with_graphs(ops, graphs, device)
+    except Unavailable as error:
+        raise FailedPrecondition(f"--graphs {graphs.choice} cannot be had: {error}", field="graphs") from error
 
 
 def _load(

@@ -13,10 +13,12 @@ from itertools import islice
 
 import torch
 
+from kernels.graphs.graphed import GraphOptions
 from kernels.native.build import Unavailable
 from kernels.native.ops import NativeOptions
 from services.common.errors import FailedPrecondition, InvalidArgument
 from services.common.logs import Log
+from services.worker import graphs
 from services.worker.batch import Batch
 from services.worker.cache import KVCache
 from services.worker.config import WorkerSettings
@@ -98,6 +100,7 @@ class TorchRunner:
                 quantize=quantization or settings.quantize,
                 kv_cache_dtype=settings.kv_cache_dtype,
                 native=NativeOptions(settings.isa, threads, settings.spin_us, settings.pin),
+                graphs=GraphOptions(settings.graphs, settings.graph_drafts),
             )
         except Unavailable as error:
             raise FailedPrecondition(f"--ops {settings.ops} cannot be had: {error}", field="ops") from error
@@ -126,7 +129,7 @@ class TorchRunner:
         give_back()  # what loading took for a moment
         process_bytes = max(0, resident_bytes() - loaded.weight_bytes)
         step_bytes = peak_bytes(lambda: trial_step(model.one_layer(), shape, self._settings.logits_rows))
-        step_bytes += self._media.plan_bytes(shape)
+        step_bytes += self._media.plan_bytes(shape) + graphs.planned_bytes(model, shape)
         free = available_bytes()
         wanted = kv_cache_bytes or self._settings.kv_cache_bytes
         if wanted is None:
@@ -150,8 +153,10 @@ class TorchRunner:
     def init_cache(self, shape: CacheShape) -> None:
         """Allocates the KV cache and the rows."""
         model, loaded = self._model_of("allocate the KV cache")
+        model.warm(None)
         self._cache = None  # the old one goes before the new one comes
         self._cache = KVCache(model.kv_layout, shape, model.device)
+        graphs.record(model, self._cache, shape)
         self._states = States(shape)
         self._sampler = Sampler(loaded.vocab_size, model.device, model.ops.selection)
         self._pooler = Pooler()
@@ -169,6 +174,8 @@ class TorchRunner:
         """Lets the tensors go and gives their memory back to the system."""
         freed = self._cache.nbytes if self._cache is not None else 0
         self._cache = self._states = self._sampler = None
+        if self._model is not None:
+            self._model.warm(None)
         self._pooler = Pooler()
         self._media.clear()
         if level == NO_WEIGHTS and self._model is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.ops import Attention, Ops, Step, StepTensors
+from kernels.ops import Attention, Limits, Ops, Step, StepTensors, Warmed
 from services.worker.batch import Batch
 from services.worker.cache import KVCache, KvLayout
 from services.worker.layers import Layer, Weights
@@ -57,6 +57,12 @@ class Decoder:
     def listing(self) -> str:
         """The program that a pass runs, to read; empty where there is none."""
         return self._forward.listing
+
+    def warm(self, limits: Limits | None) -> Warmed:
+        """See kernels.ops.Pass."""
+        with torch.inference_mode():
+            made = [each.warm(limits) for each in (self._forward, self._likeliest)]
+        return Warmed(sum(each.graphs for each in made), sum(each.bytes for each in made))
 
     def forward(self, batch: Batch, cache: KVCache) -> torch.Tensor:
         """The final hidden states [T, D], normed; writes the keys and values of the batch into the cache.

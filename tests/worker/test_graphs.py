@@ -1,0 +1,23 @@
+"""Graphs of a worker: refused by the name of the setting, and counted in the memory that a step takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.common.errors import FailedPrecondition
+from services.worker import graphs
+from tests.worker.columns import SHAPE
+from tests.worker.tiny_llama import runner_of, tiny_llama
+
+
+def test_graphs_are_refused_by_the_name_of_the_setting_where_there_are_no_triton_kernels(tmp_path):
+    path = str(tiny_llama(tmp_path / "tiny"))
+    with pytest.raises(FailedPrecondition, match="--graphs full cannot be had: graphs are of Triton") as caught:
+        runner_of(path, ops="reference", graphs="full")
+    assert caught.value.field == "graphs"
+
+
+def test_ops_without_graphs_record_none_and_take_nothing(tmp_path):
+    runner = runner_of(str(tiny_llama(tmp_path / "tiny")), ops="reference")
+    model, _ = runner._model_of("test")
+    assert graphs.planned_bytes(model, SHAPE) == 0

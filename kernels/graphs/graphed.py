@@ -61,6 +61,9 @@ class GraphOptions(NamedTuple):
     drafts: int = 0
 
 
+NO_GRAPHS = GraphOptions("none")
+
+
 def with_graphs(ops: Ops[Any], options: GraphOptions, device: torch.device) -> Ops[Any]:
     """The ops, whose passes have graphs then.
 

@@ -15,7 +15,7 @@ import torch
 
 from kernels.linear import reference as linear
 from kernels.linear.blocks import Blocks
-from kernels.ops import Attention, Ops, Pass, Step, StepTensors
+from kernels.ops import Attention, Limits, Ops, Pass, Step, StepTensors, Warmed
 from kernels.ops import Linear as Product
 from kernels.piecewise.program import Kind, Program, Recorder, Symbol
 from kernels.piecewise.running import Hooks, Runner
@@ -156,6 +156,10 @@ class _Listed:
     def __init__(self, inner: Pass, listing: str) -> None:
         self.listing = listing
         self._inner = inner
+
+    def warm(self, limits: Limits | None) -> Warmed:
+        """See kernels.ops.Pass."""
+        return self._inner.warm(limits)
 
     def __call__(self, given: StepTensors) -> Tensor:
         """What the mathematics gives for the tokens of a step."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kernels.dispatch import choose_ops
-from kernels.graphs.graphed import GraphOptions, with_graphs
+from kernels.graphs.graphed import NO_GRAPHS, GraphOptions, with_graphs
 from kernels.native.build import Unavailable
 from kernels.native.ops import NativeOptions
 from kernels.ops import Ops
@@ -47,7 +47,7 @@ def load_model(
     quantize: str = "none",
     kv_cache_dtype: str = "auto",
     native: NativeOptions | None = None,
-    graphs: GraphOptions = GraphOptions("none"),
+    graphs: GraphOptions = NO_GRAPHS,
 ) -> tuple[Decoder, LoadedModel]:
     """Loads a Hugging Face folder or a GGUF file.
 

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from kernels.attention import triton as attention
-from kernels.attention.rows import Rows
+from kernels.attention.examples import examples as attention
 from kernels.graphs.examples import examples as graphs
-from kernels.kv_write import triton as kv_write
+from kernels.kv_write.examples import examples as kv_write
 from kernels.largest import triton as largest
 from kernels.launch import Chip, Launch
 from kernels.linear.examples import examples as linear
@@ -22,6 +21,8 @@ from kernels.silu_mul import triton as silu_mul
 from kernels.states.examples import examples as states
 
 ROOMS: tuple[Callable[[Shape, Chip, int], Iterator[tuple[str, Launch]]], ...] = (
+    attention,
+    kv_write,
     graphs,
     states,
     quantized_rows,
@@ -30,49 +31,14 @@ ROOMS: tuple[Callable[[Shape, Chip, int], Iterator[tuple[str, Launch]]], ...] = 
 )
 """The same of each room that has an examples.py."""
 
-_PAGE = 16
 _EPS = 1e-5
-_DECODE = [(4095, 1)] * 8
-_DRAFTS = [(4089, 7)] * 8
-_PREFILL = [(0, 512), (100, 300)]
 
 
 def launches(shape: Shape, chip: Chip, tokens: int = 64) -> Iterator[tuple[str, Launch]]:
     """Each launch and what it is, of a step with some tokens, with the blocks that a GPU of this kind gets."""
     yield from _rows_of_tokens(shape, tokens)
-    yield from _attention(shape, chip)
     for room in ROOMS:
         yield from room(shape, chip, tokens)
-
-
-def _attention(shape: Shape, chip: Chip) -> Iterator[tuple[str, Launch]]:
-    for what, spans, window, splits, deterministic in (
-        ("attention, decode", _DECODE, None, 1, False),
-        ("attention, decode, split", _DECODE, None, 8, False),
-        ("attention, decode, window", _DECODE, 1024, 1, False),
-        ("attention, drafts", _DRAFTS, None, 1, False),
-        ("attention, prefill", _PREFILL, None, 1, False),
-        ("attention, prefill, window", _PREFILL, 1024, 1, False),
-        ("attention, deterministic", _PREFILL, None, 1, True),
-    ):
-        rows, q, cache = _step(shape, spans)
-        prepared = attention.Attention(rows, window, splits=splits, deterministic=deterministic, chip=chip)
-        found, _ = prepared.plan(q, cache[0], cache[1], shape.size**-0.5)
-        for index, launch in enumerate(found):
-            yield what if index == 0 else "attention, join", launch
-
-
-def _step(shape: Shape, spans: list[tuple[int, int]]) -> tuple[Rows, torch.Tensor, torch.Tensor]:
-    """Rows given as (tokens before, new tokens), their queries and the cache."""
-    starts = [0]
-    for _, new in spans:
-        starts.append(starts[-1] + new)
-    contexts = tuple(before + new for before, new in spans)
-    pages = -(-max(contexts) // _PAGE)
-    table = torch.empty(len(spans), pages, dtype=torch.int32, device="meta")
-    q = tensor(shape, starts[-1], shape.heads, shape.size)
-    cache = tensor(shape, 2, len(spans) * pages, _PAGE, shape.kv_heads, shape.size)
-    return Rows(tuple(starts), contexts, table, _PAGE), q, cache
 
 
 def _rows_of_tokens(shape: Shape, tokens: int) -> Iterator[tuple[str, Launch]]:
@@ -80,7 +46,7 @@ def _rows_of_tokens(shape: Shape, tokens: int) -> Iterator[tuple[str, Launch]]:
     yield "rms_norm", rms_norm.plan_norm(x, None, weight, _EPS)[0]
     yield "add_rms_norm", rms_norm.plan_norm(x, x, weight, _EPS)[0]
     qkv = tensor(shape, tokens, shape.heads + 2 * shape.kv_heads, shape.size)
-    qk, v = torch.split(qkv, [shape.heads + shape.kv_heads, shape.kv_heads], dim=1)
+    qk, _ = torch.split(qkv, [shape.heads + shape.kv_heads, shape.kv_heads], dim=1)
     head_weight = tensor(shape, shape.size)
     yield "qk_norm", rms_norm.plan_qk_norm(qk, head_weight, head_weight, shape.heads, _EPS)[0]
     positions = torch.empty(3, tokens, dtype=torch.int64, device="meta")
@@ -88,10 +54,7 @@ def _rows_of_tokens(shape: Shape, tokens: int) -> Iterator[tuple[str, Launch]]:
     for what, axes in (("rope angles", 1), ("rope angles, three axes", 3)):
         launch, cos, sin = rope.plan_angles(positions[:axes], frequencies[:axes], 1.0, shape.dtype)
         yield what, launch
-    launch, turned = rope.plan_rope(qk, cos, sin)
-    yield "rope", launch
-    cache = tensor(shape, 2, 64, _PAGE, shape.kv_heads, shape.size)
-    yield "kv_write", kv_write.plan_kv_write(turned[:, shape.heads :], v, cache[0], cache[1], positions[0])
+    yield "rope", rope.plan_rope(qk, cos, sin)[0]
     yield "silu_mul", silu_mul.plan_silu_mul(tensor(shape, tokens, 2 * shape.feed_forward))[0]
     parts, row, _ = largest.plan_pairs(tensor(shape, tokens, shape.vocabulary))
     yield "largest, parts", parts

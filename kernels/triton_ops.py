@@ -13,7 +13,7 @@ import torch
 from kernels import eager
 from kernels.attention import triton as attention
 from kernels.embedding import reference as embedding
-from kernels.kv_write import triton as kv_write
+from kernels.kv_write import turned
 from kernels.largest import triton as largest
 from kernels.launch import interpreted
 from kernels.linear import quantized
@@ -54,7 +54,7 @@ def triton_ops(device: str, *, deterministic: bool, quantize: str = "none") -> O
         prepare_embedding=eager.table,
         compile=partial(
             eager.Eager,
-            eager.turn_and_write(rope.rope, kv_write.kv_write),
+            turned.turn_and_write,
             partial(attention.Attention, deterministic=deterministic),
         ),
         compile_rows=eager.compile_rows,

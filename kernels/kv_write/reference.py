@@ -15,12 +15,23 @@ def kv_write(
     v_cache_NPKD: torch.Tensor,
     slots_T: torch.Tensor,
 ) -> None:
-    """cache[slot // P, slot % P] = new, for every token whose slot is not -1 (a slot is block * P + offset)."""
+    """cache[slot // P, slot % P] = new, for every token whose slot is not -1 (a slot is block * P + offset).
+
+    The cache may have a type of its own; see `stored`.
+    """
     block_size = k_cache_NPKD.shape[1]
+    k_TKD, v_TKD = stored(k_TKD, k_cache_NPKD.dtype), stored(v_TKD, v_cache_NPKD.dtype)
     for token, slot in enumerate(slots_T.tolist()):
         if slot >= 0:
             k_cache_NPKD[slot // block_size, slot % block_size] = k_TKD[token]
             v_cache_NPKD[slot // block_size, slot % block_size] = v_TKD[token]
+
+
+def stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The nearest in the cache's type. Beyond the largest of float8 e4m3, which is 448, it is that one."""
+    if dtype != torch.float8_e4m3fn:
+        return x.to(dtype)
+    return x.float().clamp(-448, 448).to(dtype)
 
 
 def as_bytes(x_TKD: torch.Tensor) -> torch.Tensor:

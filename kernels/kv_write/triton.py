@@ -1,4 +1,4 @@
-"""Scatter of new keys and values into the paged cache, for the GPU."""
+"""Scatter of new keys and values into the paged cache, for the GPU. In one kernel with turning: turned.py."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.kv_write.float8 import as_stored, stored
 from kernels.launch import Launch, power_of_two
 
 
@@ -37,8 +38,9 @@ def _write(
     key = tl.load(keys + token * k_token + head * k_head + place, mask=real, other=0.0)
     value = tl.load(values + token * v_token + head * v_head + place, mask=real, other=0.0)
     to = (slot // PAGE) * cache_block + (slot % PAGE) * cache_token + head * cache_head + place
-    tl.store(k_cache + to, key.to(k_cache.dtype.element_ty), mask=real)
-    tl.store(v_cache + to, value.to(v_cache.dtype.element_ty), mask=real)
+    DTYPE: tl.constexpr = k_cache.dtype.element_ty
+    tl.store(k_cache + to, stored(key, DTYPE), mask=real)
+    tl.store(v_cache + to, stored(value, DTYPE), mask=real)
 
 
 def plan_kv_write(
@@ -56,7 +58,7 @@ def plan_kv_write(
     block = power_of_two(heads * size)
     strides = (*k_TKD.stride()[:2], *v_TKD.stride()[:2], *k_cache_NPKD.stride()[:3])
     blocks = {"PAGE": k_cache_NPKD.shape[1], "HEADS": heads, "SIZE": size, "BLOCK": block}
-    given = (k_TKD, v_TKD, k_cache_NPKD, v_cache_NPKD, slots_T, *strides)
+    given = (k_TKD, v_TKD, as_stored(k_cache_NPKD), as_stored(v_cache_NPKD), slots_T, *strides)
     return Launch(_write, (tokens,), given, blocks, warps=min(8, max(1, block // 256)))
 
 

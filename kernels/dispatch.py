@@ -42,12 +42,14 @@ def choose_ops(
     *,
     device: str = "cpu",
     deterministic: bool = False,
+    quantize: str = "none",
     kv_dtype: torch.dtype = torch.float16,
     head_dim: int = 64,
     native: NativeOptions | None = None,
 ) -> Ops[Any]:
     """The ops of one run of the worker on a device.
 
+    quantize is what triton ops round weights to as they are prepared; other ops are given what is quantized already.
     kv_dtype is that of native ops: float16, float32 or int8. Raises ValueError for a choice that does not exist, and
     Unavailable where "native", "triton" or an instruction set that is named cannot be had; "auto" is torch then, with a
     note that says why.
@@ -60,7 +62,7 @@ def choose_ops(
         from kernels.triton_ops import triton_ops  # a third of a second that others need not wait
 
         try:
-            return triton_ops(device, deterministic=deterministic)
+            return triton_ops(device, deterministic=deterministic, quantize=quantize)
         except Unavailable as error:
             if choice == "triton":
                 raise

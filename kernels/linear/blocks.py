@@ -60,7 +60,7 @@ class Blocks:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weights [O, I]; in float32 to the last bit what the numbers say."""
-        weight_OI = torch.empty(self.shape, dtype=dtype)
+        weight_OI = torch.empty(self.shape, dtype=dtype, device=self.numbers_OI.device)
         for part in _parts(*self.shape):
             weights = torch.unflatten(self.numbers_OI[part].float(), 1, (-1, GROUP))
             if self.minimum_OG is None:

@@ -17,15 +17,17 @@ toy_text      text files for a simulated worker without a folder
 runner        the real runner: states → batch → forward → sample → result
 trial         the largest step, run for the memory that it takes
 graphs        what is recorded before serving, and the memory that it takes
-memory        the memory sum
 multimodal    encoder outputs, and what a batch reads of them
 pooling       hidden states of a prompt to one vector
 speculative   drafts: the positions to sample, and the tokens that count
 sampling/     from logits to tokens
 loading       a model path into a ready model
+devices       the device: whether it is there, and its memory
+memory        the memory sum
 text_files    tokenizer, config and template of a model as files
 vision_weights  which of a checkpoint's weights are an encoder's, by name
 weights       weights by name, from safetensors or GGUF
+upload        tensors to a GPU, through pinned memory
 gguf_file     a GGUF file in Hugging Face terms
 gguf_blocks   its quantized tensors, as products read them
 gguf_reader   its layout: metadata and tensors, mapped

@@ -14,14 +14,14 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from services.common import logs
-from services.common.errors import TriptychError
+from services.common.errors import FailedPrecondition, TriptychError
 from services.common.metrics import Scrape
 from services.common.server import LOOK_S, Server, tune_interpreter, wait_for_signal
 from services.common.settings import SettingsError
 from services.worker import wire
 from services.worker.blobs import Blobs, default_folder
 from services.worker.config import WorkerSettings
-from services.worker.memory import available_bytes, share_one_heap
+from services.worker.memory import share_one_heap
 from services.worker.metrics import WorkerMetrics
 from services.worker.service import WorkerService
 from services.worker.step import BlobSource, Runner
@@ -64,6 +64,15 @@ def build_runner(settings: WorkerSettings, blobs: BlobSource) -> Runner:
     from services.worker.runner import TorchRunner
 
     return TorchRunner(settings, blobs)
+
+
+def memory_bytes(settings: WorkerSettings) -> int:
+    """Memory of the device that the worker may use; 0 for a simulated one."""
+    if settings.simulated:
+        return 0
+    from services.worker.devices import find, memory_of
+
+    return memory_of(find(settings.device)).free()
 
 
 def _windows(text: str) -> list[int | None]:
@@ -114,7 +123,7 @@ async def main(argv: Sequence[str]) -> int:
         runner = build_runner(settings, blobs)
         registry = CollectorRegistry()
         scrape = Scrape(registry, settings.metrics_host, settings.metrics_port)
-    except (SettingsError, OSError) as error:  # an address may be taken
+    except (SettingsError, FailedPrecondition, OSError) as error:  # a device may be missing, an address taken
         print(f"triptych worker: {error}", file=sys.stderr)
         return 2
     logs.configure("worker", settings.name, settings.log_level, settings.log_style)
@@ -126,7 +135,7 @@ async def main(argv: Sequence[str]) -> int:
         name=settings.name,
         version=_version(),
         model_path=settings.model,
-        memory_bytes=0 if settings.simulated else available_bytes(),
+        memory_bytes=memory_bytes(settings),
         blobs=blobs,
     )
     server = Server([settings.listen])

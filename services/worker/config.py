@@ -24,12 +24,16 @@ class WorkerSettings(Settings):
     keep_trying: bool = knob(
         True, "a model that cannot be loaded is tried again when an engine asks; else the worker ends"
     )
-    device: Literal["cpu"] = knob("cpu", "where the model runs")
+    device: str = knob(
+        "cpu", "where the model runs: cpu, cuda (the first GPU) or cuda:N", pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = knob(
         "auto", "type of the weights; auto keeps the file's own, quantized too; float32 is the exact path"
     )
-    quantize: Literal["none", "int8"] = knob(
-        "none", "round weights to int8, in groups of 32, as they are loaded: those that are not quantized yet"
+    quantize: Literal["none", "int8", "fp8", "int4"] = knob(
+        "none",
+        "round weights as they are loaded, those that are not quantized yet: to int8, with native kernels in groups of"
+        " 32; to fp8 or int4 with Triton kernels only",
     )
     threads: int = knob(0, "threads that one step uses; 0 takes every core", ge=0, le=256)
     ops: Literal["auto", "native", "triton", "torch", "reference"] = knob(
@@ -54,11 +58,15 @@ class WorkerSettings(Settings):
     pin: bool = knob(False, "each thread of the native kernels keeps to a core of its own")
     nice: int = knob(0, "niceness of the threads that run a step; under 0 needs a privilege", ge=-20, le=19)
     deterministic: bool = knob(False, "equal tokens whatever runs beside a request, for some speed")
-    kv_cache_dtype: Literal["auto", "float16", "float32", "int8"] = knob(
-        "auto", "type of keys and values in the cache; auto is float16, or float32 on the exact path; int8: native only"
+    kv_cache_dtype: Literal["auto", "float16", "float32", "int8", "bfloat16", "fp8"] = knob(
+        "auto",
+        "type of keys and values in the cache; auto is float16, or float32 on the exact path, and with Triton kernels"
+        " the model's own; int8: native only; bfloat16 and fp8: Triton only",
     )
     kv_cache_bytes: int | None = knob(None, "bytes of the KV cache; unset takes kv_cache_fraction", gt=0)
-    kv_cache_fraction: float = knob(0.25, "part of the memory left by weights and step that KV gets", gt=0, le=0.95)
+    kv_cache_fraction: float | None = knob(
+        None, "part of the memory left by weights and step that KV gets; unset is 0.25, on a GPU 0.9", gt=0, le=0.95
+    )
     logits_rows: int = knob(256, "most positions whose logits exist at once, for prompt log probabilities", ge=1)
     media_dir: str = knob(
         "", "folder in which gateways of this host leave media; empty is a folder of this user in /dev/shm or /tmp"

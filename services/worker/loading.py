@@ -18,6 +18,7 @@ from kernels.native.build import Unavailable
 from kernels.native.ops import NativeOptions
 from kernels.ops import Ops
 from services.common.errors import FailedPrecondition, InvalidArgument, NotFound
+from services.worker.devices import find
 from services.worker.gguf_file import GgufFile
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Decoder
@@ -30,11 +31,28 @@ from services.worker.weights import Precision, SafetensorsFolder, TensorSource, 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CAPABILITIES = ("generate", "prompt_logprobs", "embed")
-BITS = {"none": None, "int8": 8}
+QUANTIZED = {
+    "none": ("native", "torch", "reference", "triton"),
+    "int8": ("native", "torch", "reference", "triton"),
+    "fp8": ("triton",),
+    "int4": ("triton",),
+}
+"""What weights are rounded to as they are loaded, by the names of the setting, and the ops that multiply with it."""
 
-
-KV_DTYPES = {"auto": None, "float16": torch.float16, "float32": torch.float32, "int8": torch.int8}
+KV_DTYPES = {
+    "auto": None,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "int8": torch.int8,
+    "bfloat16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+}
 """Types of the KV cache, by the names of the setting."""
+_KV_DTYPES_OF = {
+    "native": ("auto", "float16", "float32", "int8"),
+    "triton": ("auto", "float16", "float32", "bfloat16", "fp8"),
+}
+"""Which of them ops have; every other op keeps the model's own type."""
 
 
 def load_model(
@@ -53,15 +71,16 @@ def load_model(
 
     dtype is the type of the weights: "float32" is the exact path; None or "auto" keeps what the file has, quantized
     blocks too, where the ops read it (native), and otherwise is float32 on a CPU and the checkpoint's own elsewhere.
-    quantize "int8" rounds the weights that are not quantized then. kv_cache_dtype is one of KV_DTYPES.
+    quantize, one of QUANTIZED, rounds the weights that are not quantized then. kv_cache_dtype is one of KV_DTYPES.
 
-    Raises NotFound for a path that is not there and InvalidArgument, naming the key or the tensor, for what cannot be
-    served.
+    Raises NotFound for a path that is not there, InvalidArgument, naming the key or the tensor, for what cannot be
+    served, and FailedPrecondition for a device that is not there.
     """
+    place = find(device)
     if dtype not in (None, "auto", *DTYPES):
         raise InvalidArgument(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}", field="dtype")
-    if quantize not in BITS:
-        raise InvalidArgument(f"quantize must be one of {', '.join(BITS)}, not {quantize!r}", field="quantize")
+    if quantize not in QUANTIZED:
+        raise InvalidArgument(f"quantize must be one of {', '.join(QUANTIZED)}, not {quantize!r}", field="quantize")
     if kv_cache_dtype not in KV_DTYPES:
         names = ", ".join(KV_DTYPES)
         raise InvalidArgument(f"kv_cache_dtype must be one of {names}, not {kv_cache_dtype!r}", field="kv_cache_dtype")
@@ -71,18 +90,16 @@ def load_model(
         ops,
         device=device,
         deterministic=deterministic,
+        quantize=quantize,
         kv_dtype=KV_DTYPES[kv_cache_dtype] or _kv_dtype(dtype, quantize, config, source),
         head_dim=config.head_dim,
         native=native,
     )
-    if kv_cache_dtype != "auto" and chosen.kv_dtype is None:
-        raise InvalidArgument(
-            f"kv_cache_dtype {kv_cache_dtype} needs the native kernels: {chosen.name} ones keep the model's own type",
-            field="kv_cache_dtype",
-        )
-    chosen = _with_graphs(chosen, graphs, torch.device(device))
-    precision = _precision(dtype, quantize, config, device, native=chosen.name == "native")
-    model, text_memory, vision_memory = _load(config, source, chosen, precision, torch.device(device))
+    chosen = _with_graphs(_checked(chosen, quantize, kv_cache_dtype), graphs, place)
+    # A file of blocks has no type of its own: 16 bits are what it was made of, and bfloat16 has every range.
+    own = "bfloat16" if isinstance(source, GgufFile) else config.dtype
+    precision = _precision(dtype, quantize, own if place.type == "cuda" else "float32", chosen.name)
+    model, text_memory, vision_memory = _load(config, source, chosen, precision, place)
     return model, LoadedModel(
         architecture=config.architecture,
         vocab_size=config.vocab_size,
@@ -177,12 +194,31 @@ def _kv_dtype(dtype: str | None, quantize: str, config: ModelConfig, source: Ten
     return torch.float32 if wanted == "float32" and quantize == "none" else torch.float16
 
 
-def _precision(dtype: str | None, quantize: str, config: ModelConfig, device: str, *, native: bool) -> Precision:
-    bits = BITS[quantize]
-    if native:
-        return Precision(torch.float32, None if dtype in (None, "auto") else DTYPES[dtype], bits)
-    if dtype in (None, "auto"):
-        dtype = "float32" if device == "cpu" else config.dtype
-        if dtype not in DTYPES:
-            raise InvalidArgument(f"the checkpoint's dtype {dtype!r} is none of {', '.join(DTYPES)}", field="dtype")
-    return Precision(DTYPES[dtype], DTYPES[dtype], bits, unpacked=True)
+def _checked(ops: Ops[Any], quantize: str, kv_cache_dtype: str) -> Ops[Any]:
+    """The ops, with the cache that is asked for. Raises InvalidArgument for what they have not."""
+    if ops.name not in QUANTIZED[quantize]:
+        raise InvalidArgument(
+            f"quantize {quantize} needs the {' or '.join(QUANTIZED[quantize])} kernels: {ops.name} ones do not have it",
+            field="quantize",
+        )
+    if kv_cache_dtype not in _KV_DTYPES_OF.get(ops.name, ("auto",)):
+        served = [name for name, dtypes in _KV_DTYPES_OF.items() if kv_cache_dtype in dtypes]
+        raise InvalidArgument(
+            f"kv_cache_dtype {kv_cache_dtype} needs the {' or '.join(served)} kernels: {ops.name} ones do not have it",
+            field="kv_cache_dtype",
+        )
+    return replace(ops, kv_dtype=KV_DTYPES[kv_cache_dtype]) if ops.name == "triton" else ops
+
+
+def _precision(dtype: str | None, quantize: str, own: str, ops: str) -> Precision:
+    """`own` is the type that "auto" stands for where the ops compute in one type."""
+    auto = dtype is None or dtype == "auto"
+    bits = 8 if quantize == "int8" else None
+    if ops == "native":
+        return Precision(torch.float32, None if auto else DTYPES[str(dtype)], bits)
+    name = own if auto else str(dtype)
+    if name not in DTYPES:
+        raise InvalidArgument(f"the checkpoint's dtype {name!r} is none of {', '.join(DTYPES)}", field="dtype")
+    if ops == "triton":
+        return Precision(DTYPES[name], DTYPES[name], rounded=None if quantize == "none" else quantize, packed=auto)
+    return Precision(DTYPES[name], DTYPES[name], bits, unpacked=True)

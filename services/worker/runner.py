@@ -22,8 +22,9 @@ from services.worker import graphs
 from services.worker.batch import Batch
 from services.worker.cache import KVCache
 from services.worker.config import WorkerSettings
-from services.worker.loading import BITS, load_model
-from services.worker.memory import available_bytes, give_back, human, peak_bytes, plan_memory, resident_bytes
+from services.worker.devices import find, memory_of, use
+from services.worker.loading import QUANTIZED, load_model
+from services.worker.memory import human, plan_memory
 from services.worker.models.decoder import Decoder
 from services.worker.multimodal import Multimodal
 from services.worker.pooling import Pooler
@@ -62,8 +63,13 @@ class TorchRunner:
     """Runs steps of a torch model. All calls come from one thread."""
 
     def __init__(self, settings: WorkerSettings, blobs: BlobSource | None = None) -> None:
-        """`blobs`: where media to encode come from; without it there are none."""
+        """`blobs`: where media to encode come from; without it there are none.
+
+        Raises FailedPrecondition for a device that is not there.
+        """
         self.device: str = settings.device
+        self._place = find(settings.device)
+        self._memory = memory_of(self._place)
         self._settings = settings
         self._blobs = blobs
         self._model: Decoder | None = None
@@ -81,11 +87,12 @@ class TorchRunner:
         """
         if not model_path:
             raise FailedPrecondition("no model is named, neither by --model nor by the engine", field="model_path")
-        if quantization is not None and quantization not in BITS:
+        if quantization is not None and quantization not in QUANTIZED:
             raise InvalidArgument(
-                f"quantization must be one of {', '.join(BITS)}, not {quantization!r}", field="quantization"
+                f"quantization must be one of {', '.join(QUANTIZED)}, not {quantization!r}", field="quantization"
             )
         settings = self._settings
+        use(self._place)
         threads = settings.threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(threads)
         if settings.nice:
@@ -126,14 +133,16 @@ class TorchRunner:
         model, loaded = self._model_of("plan memory")
         if len(loaded.kv_groups) != 1:
             raise InvalidArgument("models with more than one KV group are not supported by this worker")
-        give_back()  # what loading took for a moment
-        process_bytes = max(0, resident_bytes() - loaded.weight_bytes)
-        step_bytes = peak_bytes(lambda: trial_step(model.one_layer(), shape, self._settings.logits_rows))
+        memory = self._memory
+        memory.give_back()  # what loading took for a moment
+        process_bytes = memory.beside(loaded.weight_bytes)
+        step_bytes = memory.peak(lambda: trial_step(model.one_layer(), shape, self._settings.logits_rows))
         step_bytes += self._media.plan_bytes(shape) + graphs.planned_bytes(model, shape)
-        free = available_bytes()
+        memory.give_back()
+        free = memory.free()
         wanted = kv_cache_bytes or self._settings.kv_cache_bytes
         if wanted is None:
-            wanted = int(max(0, free - step_bytes) * self._settings.kv_cache_fraction)
+            wanted = int(max(0, free - step_bytes) * (self._settings.kv_cache_fraction or memory.kv_fraction))
         elif wanted + step_bytes > free:
             raise FailedPrecondition(
                 f"the KV cache of {human(wanted)} and the largest step of {human(step_bytes)} do not fit in the"
@@ -182,7 +191,7 @@ class TorchRunner:
             freed += self._model.weight_bytes
             self._model = self._loaded = None
             self._media = Multimodal(None, self._blobs)
-        give_back()
+        self._memory.give_back()
         return freed
 
     def execute(self, step: StepInput, masks: Callable[[], Masks]) -> StepOutput:

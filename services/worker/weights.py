@@ -24,6 +24,7 @@ from services.common.errors import InvalidArgument, NotFound
 from services.common.logs import Log
 from services.worker.layers import Layer, Weights
 from services.worker.models.config import ModelConfig
+from services.worker.upload import Upload
 
 _KEPT = (torch.float32, torch.float16, torch.bfloat16)
 """Types that matrices may keep; another becomes float32."""
@@ -38,6 +39,8 @@ class Precision:
     stored: torch.dtype | None  # matrices; None: as the file has them, quantized ones too
     bits: int | None = None  # matrices are rounded to so many, those that are not quantized yet
     unpacked: bool = False  # the ops multiply with `compute` alone: what is quantized is turned into it
+    rounded: str | None = None  # the ops themselves round matrices of floats to this kind as they are prepared
+    packed: bool = False  # what the file has quantized stays so beside floats of the type `stored`, but for tables
 
 
 class TensorSource(Protocol):
@@ -174,13 +177,14 @@ class Reader:
         self._ops = ops
         self._precision = precision
         self._device = device
+        self._upload = Upload(device)
         self._unused = set(source.names())
         self._not_rounded: list[str] = []
         self._counting = Lock()
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """One tensor of the shape that the config implies."""
-        tensor = self._take(name, *shape).to(device=self._device, dtype=self._precision.compute, copy=True)
+        tensor = self._upload(self._take(name, *shape)).to(dtype=self._precision.compute, copy=True)
         self._count(tensor)
         return tensor
 
@@ -200,19 +204,26 @@ class Reader:
             [self._part(f"{name}.weight", width, inputs, rounded) for name, width in zip(names, widths, strict=True)]
         )
         if self._precision.unpacked and isinstance(weight, Blocks):
-            return self._placed(weight.dequantize(), self._precision.compute)
+            return weight.dequantize(self._precision.compute)
         return weight
 
     def prepare(self, weight_OI: torch.Tensor | Blocks, bias_O: torch.Tensor | None) -> Linear[Any]:
         """Hands a weight to the op that will multiply with it, and counts it."""
+        product = self._ops.prepare_linear(weight_OI, bias_O)
+        if self._precision.rounded is not None and not isinstance(weight_OI, Blocks):
+            rounded: Any = product
+            self._add(self._precision.rounded, rounded.nbytes)
+            return product
         self._count(weight_OI)
         if bias_O is not None:
             self._count(bias_O)
-        return self._ops.prepare_linear(weight_OI, bias_O)
+        return product
 
     def prepare_embedding(self, table_VD: torch.Tensor | Blocks, head: Linear[Any] | None) -> Any:
         """Hands a table to the op that will look up its rows; where that reads a tied head, it is not counted again."""
-        if head is None or self._precision.unpacked:
+        if self._precision.packed and isinstance(table_VD, Blocks):
+            table_VD = table_VD.dequantize(self._precision.compute)
+        if head is None or self._precision.unpacked or self._precision.packed:
             self._count(table_VD)
         return self._ops.prepare_embedding(table_VD, head)
 
@@ -238,12 +249,12 @@ class Reader:
     def _part(self, name: str, outputs: int, inputs: int, rounded: bool) -> torch.Tensor | Blocks:
         """One matrix, in the type that it is kept in unless it is joined with others."""
         precision = self._precision
-        if precision.stored is None and name in self._source.names():
+        if (precision.stored is None or precision.packed) and name in self._source.names():
             blocks = self._source.blocks(name)
             if blocks is not None:
                 self._check_shape(name, blocks.shape, (outputs, inputs))
                 self._unused.discard(name)
-                return blocks
+                return self._moved(blocks)
         tensor = self._take(name, outputs, inputs)
         dtype = precision.stored or (tensor.dtype if tensor.dtype in _KEPT else torch.float32)
         rounded = rounded and precision.bits is not None
@@ -252,7 +263,7 @@ class Reader:
         if precision.bits is None or not rounded or inputs % GROUP:
             return self._placed(tensor, dtype)
         try:
-            return Blocks.of(tensor.to(dtype), precision.bits)
+            return self._moved(Blocks.of(tensor.to(dtype), precision.bits))
         except ValueError as error:
             raise InvalidArgument(f"tensor {name} cannot be quantized: {error}", field="quantize") from error
 
@@ -273,12 +284,23 @@ class Reader:
             )
 
     def _placed(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return tensor.to(device=self._device, dtype=dtype)
+        """On the device; the type that it is stored in goes over the bus, and is changed there."""
+        return self._upload(tensor).to(dtype)
+
+    def _moved(self, blocks: Blocks) -> Blocks:
+        numbers_OI = self._upload(blocks.numbers_OI)
+        if numbers_OI is blocks.numbers_OI:
+            return blocks
+        minimum_OG = None if blocks.minimum_OG is None else self._upload(blocks.minimum_OG)
+        return Blocks(numbers_OI, self._upload(blocks.scale_OG), minimum_OG, blocks.bits)
 
     def _count(self, weight: torch.Tensor | Blocks) -> None:
         kind = f"int{weight.bits}" if isinstance(weight, Blocks) else str(weight.dtype).removeprefix("torch.")
+        self._add(kind, weight.nbytes)
+
+    def _add(self, kind: str, nbytes: int) -> None:
         with self._counting:
-            self.memory[kind] += weight.nbytes
+            self.memory[kind] += nbytes
 
 
 def _fuse(parts: list[torch.Tensor | Blocks]) -> torch.Tensor | Blocks:

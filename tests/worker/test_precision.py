@@ -80,12 +80,15 @@ class Source:
         return found if isinstance(found, Blocks) else None
 
 
-def load(source: Source, precision: Precision = OWN):
+def load(source: Source, precision: Precision = OWN, **others):
     """The weights; in place of every product what it was made of, in place of the table that and the head."""
     ops = replace(
         choose_ops("reference"),
-        prepare_linear=lambda weight, bias: (weight, bias),
-        prepare_embedding=lambda table, head: (table, head),
+        **{
+            "prepare_linear": lambda weight, bias: (weight, bias),
+            "prepare_embedding": lambda table, head: (table, head),
+            **others,
+        },
     )
     return load_weights(source.config, source, ops, precision, CPU)
 
@@ -150,6 +153,30 @@ def test_a_type_that_is_asked_for_holds_for_quantized_matrices_too():
     assert set(weights.memory) == {"bfloat16", "float32"}  # float32: norms and biases
 
 
+def test_packed_weights_stay_packed_beside_floats_of_one_type_and_tables_are_floats():
+    table, down = random_blocks(10, 64, 8), random_blocks(64, 96, 4)
+    packed = Precision(torch.bfloat16, torch.bfloat16, packed=True)
+    weights = load(Source(embed_tokens=table, down=down), packed)
+    (layer,) = weights.layers
+    assert layer.down[0] is down
+    assert weights.head[0] is table
+    assert torch.equal(weights.embedding[0], table.dequantize(torch.bfloat16))
+    assert {layer.output[0].dtype, layer.qkv[1].dtype, weights.final_norm_D.dtype} == {torch.bfloat16}
+    assert weights.memory["int8"] == table.nbytes
+    assert weights.memory["bfloat16"] > 2 * 10 * 64
+
+
+def test_what_ops_round_themselves_is_counted_as_they_keep_it():
+    class Product:
+        nbytes = 7
+
+    rounded = Precision(torch.float32, torch.float32, rounded="fp8", packed=True)
+    down = random_blocks(64, 96, 4)
+    weights = load(Source(down=down), rounded, prepare_linear=lambda weight, bias: Product())
+    assert weights.memory["fp8"] == 7 * 4  # qkv, output, gate and up, and the head
+    assert weights.memory["int4"] == down.nbytes
+
+
 def test_rounding_takes_what_is_not_quantized_yet():
     down, o = random_blocks(64, 96, 4), torch.randn(64, 64).bfloat16()
     weights = load(Source(down=down, o=o), ROUNDED)
@@ -208,4 +235,20 @@ def test_what_is_not_built_is_refused_by_its_name(tmp_path, knob, value):
     folder = tiny.save(tiny.make("mistral"), tmp_path)
     with pytest.raises(InvalidArgument, match=value) as caught:
         load_model(str(folder), **{knob: value})
+    assert caught.value.field == knob
+
+
+@pytest.mark.parametrize(
+    ("knob", "value", "wanted"),
+    [
+        ("quantize", "fp8", "the triton kernels: torch"),
+        ("kv_cache_dtype", "bfloat16", "the triton kernels: torch"),
+        ("kv_cache_dtype", "int8", "the native kernels: torch"),
+        ("kv_cache_dtype", "float16", "the native or triton kernels: torch"),
+    ],
+)
+def test_what_other_ops_have_is_refused_with_their_names(tmp_path, knob, value, wanted):
+    folder = tiny.save(tiny.make("mistral"), tmp_path)
+    with pytest.raises(InvalidArgument, match=f"{knob} {value} needs {wanted}") as caught:
+        load_model(str(folder), ops="torch", **{knob: value})
     assert caught.value.field == knob

@@ -85,6 +85,7 @@ class Decoder:
 
 
 def _given(batch: Batch, cache: KVCache) -> StepTensors:
+    batch = batch.on(cache.tensor.device)
     rows = batch.rows(cache.block_size)
     return StepTensors(batch.input_ids_T, batch.positions_T, batch.slots_T, rows, cache.tensor, batch.media)
 

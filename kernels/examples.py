@@ -12,6 +12,7 @@ from kernels.kv_write.examples import examples as kv_write
 from kernels.largest import triton as largest
 from kernels.launch import Chip, Launch
 from kernels.linear.examples import examples as linear
+from kernels.logits.examples import examples as logits
 from kernels.quantized_rows.examples import examples as quantized_rows
 from kernels.rms_norm import triton as rms_norm
 from kernels.rope import triton as rope
@@ -27,6 +28,7 @@ ROOMS: tuple[Callable[[Shape, Chip, int], Iterator[tuple[str, Launch]]], ...] = 
     states,
     quantized_rows,
     linear,
+    logits,
     selection,
 )
 """The same of each room that has an examples.py."""

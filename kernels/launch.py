@@ -17,11 +17,13 @@ class Launch(NamedTuple):
     constants: dict[str, Any]  # flags and blocks: what another machine code is compiled for
     warps: int = 4
     stages: int = 3
+    fused: bool = True  # whether a product and a sum may be rounded as one
 
     def run(self) -> None:
         """Starts it on the current device; what it writes is ready in the order of the stream."""
         if all(self.grid):
-            self.kernel[self.grid](*self.given, **self.constants, num_warps=self.warps, num_stages=self.stages)
+            options = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": self.fused}
+            self.kernel[self.grid](*self.given, **self.constants, **options)
 
 
 class Chip(NamedTuple):

@@ -10,6 +10,8 @@ masks        what forbids: grammar masks, allowed ids, banned sequences, min-tok
 bias         the feature that adds: logit bias
 penalties    the feature that discourages: repetition, frequency, presence
 feature      what a feature is, and a position to be sampled
+device       the same edits on a device, for rows whose ids lie there
+pool         its memory
 logprobs     log probabilities and ranks
 order        the likeliest tokens in one strict order
 noise        Gumbel noise of a candidate

@@ -42,6 +42,7 @@ TOP_LOOPS = {
     "services.common.server",
     "services.engine.loop",
     "services.worker.stepper",
+    "services.worker.threads",
     "services.gateway.rest.asgi",
     "services.gateway.media.child.__main__",
 }

@@ -8,16 +8,20 @@ wire/         protobuf to plain steps and back; refuses what is malformed
 lease         which engine incarnation is served
 lifecycle     model and cache: loaded, put to sleep, woken
 masks         grammar masks on their way to the step that waits for them
-stepper       the one thread that runs steps, and what surrounds a step on it
+stepper       what surrounds a step: failures, faulty rows, progress, the log
+threads       the one thread that runs steps, and the one that waits for them
 simulated     a runner without a model: scripted or random answers, and a cost model for time
 simulated_rows  its rows, and whether a step may compute them
 simulated_text  its text files
 script        what a simulated worker answers, and where it fails
 toy_text      text files for a simulated worker without a folder
-runner        the real runner: states → batch → forward → sample → result
+runner        the real runner: a model, its memory, its steps
+host_steps    steps on a CPU: states → batch → forward → sample → result
 trial         the largest step, run for the memory that it takes
 graphs        what is recorded before serving, and the memory that it takes
 multimodal    encoder outputs, and what a batch reads of them
+readings      what is read off hidden states besides samples
+prompt_logprobs  log probabilities of a prompt's tokens
 pooling       hidden states of a prompt to one vector
 speculative   drafts: the positions to sample, and the tokens that count
 sampling/     from logits to tokens

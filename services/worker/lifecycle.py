@@ -24,7 +24,8 @@ from services.common.errors import (
 from services.common.logs import Log
 from services.worker.metrics import WorkerMetrics
 from services.worker.step import NO_CACHE, NO_WEIGHTS, CacheShape, LoadedModel, MemoryPlan, Runner
-from services.worker.stepper import Stepper, StepThread
+from services.worker.stepper import Stepper
+from services.worker.threads import StepThread
 
 AWAKE = 0
 CANNOT_LOAD = "MODEL_CANNOT_LOAD"

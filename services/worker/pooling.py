@@ -11,12 +11,12 @@ that pools by the mean holds one such vector, and nothing of its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from services.worker.states import Span, States
+from services.worker.states import Span
 from services.worker.step import POOLS, ROW_FAILED, ROW_NOT_FINITE, ROW_OK, NewRow, Pooled, RowResult
 
 
@@ -44,8 +44,16 @@ class Pooler:
         """The row holds no request any more."""
         self._sums.pop(row, None)
 
+    def clear(self) -> None:
+        """No row holds a request any more."""
+        self._sums.clear()
+
     def pool(
-        self, states: States, spans: Sequence[Span], ends: Sequence[int], hidden_TD: torch.Tensor
+        self,
+        request_of: Callable[[int], NewRow | None],
+        spans: Sequence[Span],
+        ends: Sequence[int],
+        hidden_TD: torch.Tensor,
     ) -> Iterator[tuple[RowResult, Pooled | None]]:
         """Takes a step's hidden states in, and gives the rows flagged to pool their vectors.
 
@@ -57,7 +65,7 @@ class Pooler:
             held = self._sums.get(span.row)
             if held is not None:
                 _grow(held, span, hidden_TD[end + 1 - (span.end - span.start) : end + 1])
-            request = states.request(span.row) if span.flags & POOLS else None
+            request = request_of(span.row) if span.flags & POOLS else None
             if request is None:
                 continue
             if request.pooling == "last" and span.end == request.prompt_len:

@@ -1,6 +1,7 @@
 """WorkerService over gRPC: the lease, the lifecycle of the model, and the stream of steps.
 
-frames ── this loop ──▶ step thread: decode → run → encode ──▶ this loop ──▶ results, in order
+frames ── this loop: decode ──▶ step thread: run → encode ──▶ this loop ──▶ results, in order
+                                         └▶ output thread: wait → encode, where a device runs it
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from services.worker.lease import Lease
 from services.worker.lifecycle import Lifecycle
 from services.worker.masks import MaskInbox, MasksLost, wait
 from services.worker.metrics import WorkerMetrics
-from services.worker.step import Masks, Runner, StepInput
-from services.worker.stepper import Stepper, StepThread, outcome
+from services.worker.step import Masks, Runner, StepInput, StepOutput
+from services.worker.stepper import Stepper
+from services.worker.threads import Later, StepThread, outcome
 
-CONTRACT_VERSION = 1
 _IDLE_S = 0.3
 _SERVICE = "triptych.v1.WorkerService"
 _log = Log("worker.service")
@@ -96,8 +97,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
             role="worker",
             name=name,
             incarnation=secrets.randbits(63) | 1,
-            contract_min=CONTRACT_VERSION,
-            contract_max=CONTRACT_VERSION,
+            contract_min=wire.CONTRACT_VERSION,
+            contract_max=wire.CONTRACT_VERSION,
             version=version,
         )
         self._model_path = model_path
@@ -128,7 +129,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
 
     @property
     def missing(self) -> str:
-        """What is missing before a step can run, for a person. Empty means nothing."""
+        """What is missing before a step can run, for a person; empty: nothing."""
         return self._life.missing
 
     async def load(self, model_path: str, dtype: str | None) -> None:
@@ -168,7 +169,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
         """Takes the lease for the asking engine and loads. FAILED_PRECONDITION: it will fail again."""
         if request.tensor_size > 1 or request.pipeline_size > 1 or request.HasField("rendezvous"):
             raise Unimplemented("more than one rank is not supported by this worker", field="tensor_size")
-        self._take(_incarnation(request.engine))
+        self._take(wire.incarnation_of(request.engine))
         model_path = request.model_path if request.HasField("model_path") else self._model_path
         model = await self._life.load(
             model_path,
@@ -257,7 +258,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
             raise InvalidArgument("the first frame must be `open`", field="frame")
         if not first.open.lease_ms:
             raise InvalidArgument("open.lease_ms must be at least 1", field="lease_ms")
-        incarnation = _incarnation(first.open.engine)
+        incarnation = wire.incarnation_of(first.open.engine)
         if self._life.shape is None:
             raise FailedPrecondition(f"not ready to execute; missing: {self.missing}")
         self._take(incarnation)
@@ -328,11 +329,14 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
         step: worker_pb2.Step,
         decoded: StepInput | Exception | None,
         masks: Future[worker_pb2.StepMasks] | None,
-    ) -> worker_pb2.StepResult:
+    ) -> worker_pb2.StepResult | Later[worker_pb2.StepResult]:
         """One step, on the step thread. `masks` is there where the step's flags ask for it."""
         begun = time.monotonic_ns()
 
-        def run() -> worker_pb2.StepResult | None:
+        def encode(output: StepOutput) -> worker_pb2.StepResult | None:
+            return wire.encode_result(output, (time.monotonic_ns() - begun) // 1000)
+
+        def run() -> worker_pb2.StepResult | Later[worker_pb2.StepResult | None] | None:
             life = self._life
             if life.asleep:
                 raise FailedPrecondition(life.missing)
@@ -350,12 +354,15 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
                 output = self._stepper.run_step(decoded, masks_of_step)
             except MasksLost:
                 return None
-            return wire.encode_result(output, (time.monotonic_ns() - begun) // 1000)
+            return output.then(encode) if isinstance(output, Later) else encode(output)
+
+        def answer(result: worker_pb2.StepResult | TriptychError | None) -> worker_pb2.StepResult:
+            if isinstance(result, TriptychError):
+                return wire.encode_failed(step.step_id, result)
+            return result or wire.encode_skipped(step.step_id)
 
         result = self._stepper.attempt(step.step_id, step.resync, run)
-        if isinstance(result, TriptychError):
-            return wire.encode_failed(step.step_id, result)
-        return result or wire.encode_skipped(step.step_id)
+        return result.then(answer) if isinstance(result, Later) else answer(result)
 
     # Shared checks.
 
@@ -373,19 +380,6 @@ async def _watch(stream: _Stream) -> None:
             break
         await asyncio.sleep(left)
     stream.end(DeadlineExceeded(f"no frame for {stream.lease_s:g} s: the lease has ended"))
-
-
-def _incarnation(engine: common_pb2.Peer) -> int:
-    """The engine's incarnation, after checking that both speak a common contract."""
-    if not engine.incarnation:
-        raise InvalidArgument("engine.incarnation must not be 0", field="engine")
-    if not engine.contract_min <= CONTRACT_VERSION <= engine.contract_max:
-        raise FailedPrecondition(
-            f"this worker speaks contract {CONTRACT_VERSION}, the engine"
-            f" {engine.contract_min} to {engine.contract_max}",
-            field="engine",
-        )
-    return int(engine.incarnation)
 
 
 def _ignore_result(future: asyncio.Future[None]) -> None:

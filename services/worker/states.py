@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from services.worker.batch import Batch
-from services.worker.step import CacheShape, Int32, NewRow, StepInput
+from services.worker.step import SAMPLES, CacheShape, Int32, NewRow, StepInput
 
 
 class Span(NamedTuple):
@@ -154,3 +154,29 @@ class States:
             block_table_RB=torch.from_numpy(self._blocks[[span.row for span in spans], :longest]),
             logits_at_S=None if len(logits_at) == len(ids) else torch.tensor(logits_at, dtype=torch.int64),
         )
+
+
+def epoch_of(request: NewRow | None) -> int:
+    """The epoch of a row's request; 0 where it has none."""
+    return request.epoch if request is not None else 0
+
+
+def ends(spans: Sequence[Span]) -> list[int]:
+    """The flat position of each span's last token."""
+    found: list[int] = []
+    total = 0
+    for span in spans:
+        total += span.end - span.start
+        found.append(total - 1)
+    return found
+
+
+def sampling_places(spans: Sequence[Span]) -> list[int]:
+    """The flat positions that give logits: the last of each span that samples, and those of its drafts."""
+    places: list[int] = []
+    last = 0
+    for span in spans:
+        last += span.end - span.start
+        if span.flags & SAMPLES:
+            places += range(last - 1 - span.drafts, last)
+    return places

@@ -243,6 +243,16 @@ class LoadedModel:
     weight_memory: dict[str, int] = field(default_factory=dict)  # weight_bytes by the type they are kept in
 
 
+class Pending(Protocol):
+    """A step that has begun on a device: whoever waits for its output may begin the next one meanwhile."""
+
+    def wait(self) -> StepOutput:
+        """The output, once it is there. An exception fails the step as a whole.
+
+        Called once, from any thread; of several pending steps in their order.
+        """
+
+
 class Runner(Protocol):
     """Runs steps; called from one thread, in the order of the steps."""
 
@@ -263,8 +273,8 @@ class Runner(Protocol):
     def reset(self) -> None:
         """Empties all rows: another engine incarnation begins."""
 
-    def execute(self, step: StepInput, masks: Callable[[], Masks]) -> StepOutput:
-        """Runs one step. An exception fails the step as a whole.
+    def execute(self, step: StepInput, masks: Callable[[], Masks]) -> StepOutput | Pending:
+        """Runs one step, or begins it. An exception fails the step as a whole.
 
         `masks` waits for the grammar masks: it is called once at most, after the forward pass, where a row is MASKED.
         """

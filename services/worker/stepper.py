@@ -1,19 +1,18 @@
-"""The one thread that touches the runner, and what surrounds a step on it: failed state, faulty rows,
-progress, one log line per request. It knows no protobuf and no torch.
+"""What surrounds a step: failed state, faulty rows, progress, one log line per request. No protobuf, no torch.
 
     OK ── a step raises ──▶ FAILED ── every step ──▶ SKIPPED ── a step flagged resync ──▶ OK
+
+A step whose output has to be waited for is begun on the step thread and ends on the output thread, in order; one that
+began before an earlier one failed there is skipped when its turn comes.
 """
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from queue import SimpleQueue
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -34,61 +33,13 @@ from services.worker.step import (
     StepInput,
     StepOutput,
 )
+from services.worker.threads import Later
 
+_NONE = -1
+"""Stands before every step."""
 _T = TypeVar("_T")
 _log = Log("worker.step")
 _BAD_ROWS = {ROW_NOT_FINITE: "not_finite", ROW_FAILED: "failed", ROW_NO_TOKEN: "no_token"}
-
-
-def outcome(function: Callable[[], _T]) -> _T | Exception:
-    """What it gives, or what it raises."""
-    try:
-        return function()
-    except Exception as error:
-        return error
-
-
-class StepThread:
-    """A daemon thread that runs functions in order; a stuck one does not keep the process from ending."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[asyncio.AbstractEventLoop, Callable[[], Any], Callable[[Any], None]] | None]
-        self._queue = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="step", daemon=True)
-        self._thread.start()
-
-    def run(self, function: Callable[[], _T]) -> asyncio.Future[_T]:
-        """Runs `function` behind all that was asked before; the future belongs to the running loop.
-
-        One that is cancelled before its turn is not run.
-        """
-        future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-
-        def settle(result: _T | Exception | None) -> None:
-            if future.done():
-                return
-            if isinstance(result, Exception):
-                future.set_exception(result)
-            else:
-                future.set_result(result)  # type: ignore[arg-type]  # None where it was cancelled
-
-        self.post(lambda: None if future.cancelled() else function(), settle)
-        return future
-
-    def post(self, function: Callable[[], _T], done: Callable[[_T | Exception], None]) -> None:
-        """The same without a future: `done` is called in the running loop with the result, or with what was raised."""
-        self._queue.put((asyncio.get_running_loop(), function, done))
-
-    def close(self) -> None:
-        """Ends the thread once it has run what it was given."""
-        self._queue.put(None)
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            loop, function, done = item
-            result = outcome(function)
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(done, result)
 
 
 @dataclass(slots=True)
@@ -102,13 +53,19 @@ class _Held:
 
 
 class Stepper:
-    """Runs steps on a runner, one after another. `attempt`, `run_step` and `reset` belong on the step thread."""
+    """Runs steps on a runner, one after another. `attempt`, `run_step` and `reset` belong on the step thread.
+
+    What is Later is finished on the output thread, in the order of the steps.
+    """
 
     def __init__(self, runner: Runner, metrics: WorkerMetrics) -> None:
         self.steps = 0
         self._runner = runner
         self._metrics = metrics
         self._failed = False
+        self._failed_step = _NONE  # the last one that failed
+        self._begun = 0  # steps that end on the output thread
+        self._ended = 0
         self._held: dict[int, _Held] = {}
         self._faults = 0  # of the requests held
         self._pending = 0
@@ -135,26 +92,59 @@ class Stepper:
         for row in list(self._held):
             self._free(row)
         self._failed = False
+        self._failed_step = _NONE
         self._runner.reset()
 
-    def attempt(self, step_id: int, resync: bool, run: Callable[[], _T]) -> _T | TriptychError | None:
+    def attempt(
+        self, step_id: int, resync: bool, run: Callable[[], _T | Later[_T]]
+    ) -> _T | TriptychError | Later[_T | TriptychError | None] | None:
         """What `run` gives, the error that fails the step as a whole, or None where the step is skipped."""
         if resync:
             self._failed = False
+        ends = True
         try:
             if self._failed:
                 self._metrics.step_lost("skipped")
                 return None
-            return run()
+            failed_step = self._failed_step
+            result = run()
+            if not isinstance(result, Later) and self._begun == self._ended:
+                return self._unless_lost(step_id, failed_step, result)
+            ends = False
+            self._begun += 1
+            later = result if isinstance(result, Later) else Later(lambda: result)
+            return Later(partial(self._finish, step_id, failed_step, later))
         except Exception as error:
             return self._fail(error, step_id)
         finally:
-            self._pending -= 1
-            self._progress = time.monotonic()
+            if ends:
+                self._end()
+
+    def _unless_lost(self, step_id: int, failed_step: int, result: _T) -> _T | None:
+        """The result of a step that began when `failed_step` was the last that had failed; None if one has since."""
+        if failed_step != self._failed_step < step_id:
+            self._metrics.step_lost("skipped")
+            return None
+        return result
+
+    def _finish(self, step_id: int, failed_step: int, later: Later[_T]) -> _T | TriptychError | None:
+        """On the output thread."""
+        try:
+            return self._unless_lost(step_id, failed_step, later.finish())
+        except Exception as error:
+            return self._fail(error, step_id)
+        finally:
+            self._ended += 1
+            self._end()
+
+    def _end(self) -> None:
+        self._pending -= 1
+        self._progress = time.monotonic()
 
     def _fail(self, error: Exception, step_id: int) -> TriptychError:
         """Enters the failed state; the answer is the error, or one with an id that stands in the log."""
         self._failed = True
+        self._failed_step = step_id
         self._metrics.step_lost("failed")
         if isinstance(error, TriptychError):
             known = error
@@ -163,7 +153,7 @@ class Stepper:
         _log.error("step failed", exc_info=error, step_id=step_id, error_id=known.error_id)
         return known
 
-    def run_step(self, step: StepInput, masks: Callable[[], Masks]) -> StepOutput:
+    def run_step(self, step: StepInput, masks: Callable[[], Masks]) -> StepOutput | Later[StepOutput]:
         """Runs a step and accounts for it. Whatever it raises fails the step as a whole.
 
         `masks` is for the runner, which calls it where a row that is not at fault waits for its mask.
@@ -177,13 +167,18 @@ class Stepper:
             self._faults += new.fault is not None
         sound, faulty = self._split(step)
         output = self._runner.execute(sound, masks)
-        if faulty:
-            place = {row: index for index, row in enumerate(step.rows.tolist())}
-            results = sorted((*output.results, *faulty), key=lambda result: place[result.row])
-            output = replace(output, results=tuple(results))
-        self.steps += 1
-        self._account(step, output, time.monotonic() - begun)
-        return output
+        computed = self._count(step)
+
+        def complete(output: StepOutput) -> StepOutput:
+            if faulty:
+                place = {row: index for index, row in enumerate(step.rows.tolist())}
+                results = sorted((*output.results, *faulty), key=lambda result: place[result.row])
+                output = replace(output, results=tuple(results))
+            self.steps += 1
+            self._account(step, output, computed, time.monotonic() - begun)
+            return output
+
+        return complete(output) if isinstance(output, StepOutput) else Later(output.wait).then(complete)
 
     def _split(self, step: StepInput) -> tuple[StepInput, list[RowResult]]:
         """The step without the rows whose request has a fault, and the results of those."""
@@ -203,16 +198,22 @@ class Stepper:
         held = self._held.get(row)
         return held.request.fault if held else None
 
-    def _account(self, step: StepInput, output: StepOutput, seconds: float) -> None:
+    def _count(self, step: StepInput) -> int:
+        """Tokens that the step computes, counted to the requests on its rows."""
         computed = 0
         for row, tokens in zip(step.rows.tolist(), step.num_tokens.tolist(), strict=True):
             computed += tokens
             held = self._held.get(row)
             if held is not None:
                 held.computed += tokens
+        return computed
+
+    def _account(self, step: StepInput, output: StepOutput, computed: int, seconds: float) -> None:
         sampled = 0
         for result in output.results:
             held = self._held.get(result.row)
+            if held is not None and held.request.epoch != result.epoch:
+                held = None  # the row has another request meanwhile
             if result.status != ROW_OK:
                 self._account_failure(result, held)
             elif held is not None:

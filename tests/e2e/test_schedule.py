@@ -21,7 +21,7 @@ from services.worker.wire.results import encode_result
 from services.worker.wire.steps import bounds_of, decode_step
 from tests.engine.fake_worker import FakeWorker
 from tests.engine.harness import Harness, make_config, make_spec
-from tests.worker.columns import SHAPE, no_masks
+from tests.worker.columns import SHAPE, run
 from tests.worker.tiny_llama import PROMPT, tiny_llama
 
 SAMPLINGS = {
@@ -46,7 +46,7 @@ class ModelWorker(FakeWorker):
     def execute(self, plan: StepPlan, masks: StepMasks | None = None) -> StepOutcome:
         assert masks is None
         sent = worker_pb2.ExecuteRequest.FromString(step_message(plan).SerializeToString())
-        output = self._runner.execute(decode_step(sent.step, self._bounds, received_s=0.0), no_masks)
+        output = run(self._runner, decode_step(sent.step, self._bounds, received_s=0.0))
         return to_outcome(worker_pb2.StepResult.FromString(encode_result(output, 0).SerializeToString()))
 
 

@@ -91,8 +91,9 @@ def no_masks() -> Masks:
 
 
 def run(runner: Runner, given: StepInput, masks: Callable[[], Masks] = no_masks) -> StepOutput:
-    """Runs a step on a runner."""
-    return runner.execute(given, masks)
+    """Runs a step on a runner, and waits for it."""
+    output = runner.execute(given, masks)
+    return output if isinstance(output, StepOutput) else output.wait()
 
 
 def packed(*allowed: Sequence[int], vocab_size: int) -> NDArray[np.uint8]:

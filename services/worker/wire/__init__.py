@@ -9,6 +9,7 @@ sampling  SamplingParams
 media     references to media
 blobs     media as gateways prepared them
 results   a StepOutput into a StepResult
+peers     who calls, and by which contract
 models    the model, its text files and its memory; the shape of the cache
 columns   little-endian bytes into arrays
 """
@@ -23,11 +24,13 @@ from services.worker.wire.models import (
     text_file_chunks,
     text_file_infos,
 )
+from services.worker.wire.peers import CONTRACT_VERSION, incarnation_of
 from services.worker.wire.results import encode_failed, encode_result, encode_skipped
 from services.worker.wire.sampling import decode_sampling
 from services.worker.wire.steps import Bounds, bounds_of, decode_step
 
 __all__ = [
+    "CONTRACT_VERSION",
     "Bounds",
     "bounds_of",
     "decode_blob",
@@ -39,6 +42,7 @@ __all__ = [
     "encode_result",
     "encode_skipped",
     "fetch_blob",
+    "incarnation_of",
     "load_response",
     "model_info",
     "plan_response",

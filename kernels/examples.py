@@ -8,6 +8,7 @@ import torch
 
 from kernels.attention.examples import examples as attention
 from kernels.graphs.examples import examples as graphs
+from kernels.int4.examples import examples as int4
 from kernels.kv_write.examples import examples as kv_write
 from kernels.largest import triton as largest
 from kernels.launch import Chip, Launch
@@ -30,6 +31,7 @@ ROOMS: tuple[Callable[[Shape, Chip, int], Iterator[tuple[str, Launch]]], ...] = 
     linear,
     logits,
     selection,
+    int4,
 )
 """The same of each room that has an examples.py."""
 

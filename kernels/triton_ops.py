@@ -49,7 +49,7 @@ def triton_ops(device: str, *, deterministic: bool, quantize: str = "none") -> O
         note="",
         kv_dtype=None,
         kv_block=eager.tokens_first,
-        prepare_linear=partial(_prepare, linear, quantize, deterministic),
+        prepare_linear=_linears(linear, quantize, torch.device(device), deterministic=deterministic),
         prepare_product=linear,
         prepare_embedding=eager.table,
         compile=partial(
@@ -74,19 +74,22 @@ def triton_ops(device: str, *, deterministic: bool, quantize: str = "none") -> O
     )
 
 
-def _prepare(
+def _linears(
     plain: Callable[[Tensor | Blocks, Tensor | None], Linear[Tensor]],
     quantize: str,
+    device: torch.device,
+    *,
     deterministic: bool,
-    weight_OI: Tensor | Blocks,
-    bias_O: Tensor | None,
-) -> Linear[Tensor]:
-    """Blocks keep their bits, whatever is asked; floats get those that are asked for."""
-    kind: quantized.Kind | None = None
-    if isinstance(weight_OI, Blocks):
-        kind = "int4" if weight_OI.bits == 4 else "int8"
-    else:
-        kind = next((each for each in quantized.KINDS if each == quantize), None)
-    if kind is None:
-        return plain(weight_OI, bias_O)
-    return quantized.prepare(weight_OI, bias_O, kind, deterministic=deterministic)
+) -> Callable[[Tensor | Blocks, Tensor | None], Linear[Tensor]]:
+    """Prepares weights: blocks keep their bits, whatever is asked; floats get those that are asked for."""
+    wanted = next((kind for kind in quantized.KINDS if kind == quantize), None)
+
+    def prepare(weight_OI: Tensor | Blocks, bias_O: Tensor | None) -> Linear[Tensor]:
+        kind = wanted
+        if isinstance(weight_OI, Blocks):
+            kind = "int4" if weight_OI.bits == 4 else "int8"
+        if kind is None:
+            return plain(weight_OI, bias_O)
+        return quantized.prepare(weight_OI, bias_O, kind, deterministic=deterministic, device=device)
+
+    return prepare

@@ -11,6 +11,8 @@ from typing import Literal
 
 import torch
 
+from kernels.int4 import reference as int4
+from kernels.int4 import triton as int4_products
 from kernels.launch import Chip, Launch, chip_of, interpreted
 from kernels.linear import triton as products
 from kernels.linear.blocks import Blocks
@@ -23,6 +25,8 @@ Tensor = torch.Tensor
 Kind = Literal["int8", "fp8", "int4"]
 KINDS: tuple[Kind, ...] = ("int8", "fp8", "int4")
 _FP8_FROM = 89
+_GROUP = 32
+"""Inputs of a group of 4 bits: nothing is calibrated here, and larger ones lose more (kernels/README.md)."""
 
 
 class RowsLinear:
@@ -71,6 +75,49 @@ class RowsLinear:
         )
 
 
+class Int4Linear:
+    """See reference.Linear. It reads floats: `rows` is None."""
+
+    rows = None
+
+    def __init__(self, weight: int4.Packed, bias_O: Tensor | None, *, deterministic: bool = False) -> None:
+        self._chip = chip_of(weight.words_OW.device)
+        self._weight = weight
+        self._bias_O = bias_O
+        self._deterministic = deterministic
+        self._counters = products.counters_for(self._chip, weight.words_OW.device)
+
+    @property
+    def weight(self) -> int4.Packed:
+        """The weight as it is kept."""
+        return self._weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[O]; None where there is none."""
+        return self._bias_O
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight and its scales."""
+        return self._weight.nbytes
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """The product for every row of x, in the type of x."""
+        launch, y_TO = self.plan(x_TI)
+        launch.run()
+        return y_TO
+
+    def plan(self, x_TI: Tensor) -> tuple[Launch, Tensor]:
+        """The launch, and what it writes."""
+        return int4_products.plan_product(
+            x_TI, self._weight, self._bias_O, self._counters, deterministic=self._deterministic, chip=self._chip
+        )
+
+
+Linear = RowsLinear | Int4Linear
+
+
 def refuse(kind: str, device: torch.device) -> None:
     """Raises ValueError for a kind that does not exist, and Unavailable for one that this GPU cannot multiply."""
     if kind not in KINDS:
@@ -90,23 +137,33 @@ def refuse_fp8(chip: Chip) -> None:
 
 
 def prepare(
-    weight_OI: Tensor | Blocks, bias_O: Tensor | None, kind: Kind, *, deterministic: bool = False
-) -> RowsLinear:
-    """A weight, ready to be multiplied with; blocks are dequantized first unless they have the bits of the kind.
+    weight_OI: Tensor | Blocks,
+    bias_O: Tensor | None,
+    kind: Kind,
+    *,
+    deterministic: bool = False,
+    device: torch.device | None = None,
+) -> Linear:
+    """A weight, ready to be multiplied with. Blocks of 4 bits stay what they are as int4, others are dequantized first.
 
-    Raises ValueError for a kind that does not exist, and for a weight that is not finite; Unavailable for a kind that
-    the GPU cannot multiply.
+    It is kept on `device`; None: where it is. Raises ValueError for a kind that does not exist, and for a weight that
+    is not finite; Unavailable for a kind that the GPU cannot multiply.
     """
-    device = weight_OI.numbers_OI.device if isinstance(weight_OI, Blocks) else weight_OI.device
+    device = device or (weight_OI.numbers_OI if isinstance(weight_OI, Blocks) else weight_OI).device
     refuse(kind, device)
+    if kind == "int4" and isinstance(weight_OI, Blocks) and weight_OI.bits == 4:
+        on_device = Blocks(
+            weight_OI.numbers_OI.to(device), weight_OI.scale_OG.to(device), _moved(weight_OI.minimum_OG, device), 4
+        )
+        return Int4Linear(int4.pack_blocks(on_device), bias_O, deterministic=deterministic)
+    floats_OI = (weight_OI.dequantize() if isinstance(weight_OI, Blocks) else weight_OI).to(device)
     if kind == "int4":
-        raise Unavailable("products of int4 are not built yet")
-    linear = RowsLinear(
-        weight_OI.dequantize() if isinstance(weight_OI, Blocks) else weight_OI,
-        bias_O,
-        kind,
-        deterministic=deterministic,
-    )
+        return Int4Linear(int4.quantize(floats_OI, _GROUP), bias_O, deterministic=deterministic)
+    linear = RowsLinear(floats_OI, bias_O, kind, deterministic=deterministic)
     if not bool(linear.weight.scale_T.isfinite().all()):
         raise ValueError("some weights are not finite")
     return linear
+
+
+def _moved(part: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if part is None else part.to(device)

@@ -138,9 +138,10 @@ def test_the_table_quantizes_what_it_prepares():
         torch.testing.assert_close(ops.prepare_product(weight, None)(x), x @ weight.T)
     plain = triton_ops("cpu", deterministic=False)
     torch.testing.assert_close(plain.prepare_linear(weight, None)(x), x @ weight.T)
-    blocks = Blocks.of(weight)
-    expected = quantized.prepare(blocks.dequantize(), None, "int8")(x)
-    assert torch.equal(plain.prepare_linear(blocks, None)(x), expected)
+    for bits, kind in ((4, "int4"), (8, "int8")):
+        blocks = Blocks.of(weight, bits)
+        expected = quantized.prepare(blocks, None, kind)(x)
+        assert torch.equal(plain.prepare_linear(blocks, None)(x), expected)
 
 
 def test_what_cannot_be_is_refused_by_name():

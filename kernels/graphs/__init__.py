@@ -8,6 +8,7 @@ A graph reads and writes the memory that it was recorded with. So a step's input
 graph's size: a padding token is written nowhere, a padding row has a context of 0.
 
 graphed    a pass with its graphs, and what the graphs of a model share
+pieces     graphs of pieces
 inputs     the memory that graphs read
 triton     the copy of a step's inputs, padded
 reference  its specification

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
+
+Tensor = torch.Tensor
 
 
 class Graph(Protocol):
@@ -26,8 +28,14 @@ class Capture(Protocol):
     def session(self) -> AbstractContextManager[None]:
         """Surrounds the recording of some graphs: nothing else may use the device meanwhile."""
 
-    def record(self, run: Callable[[], None]) -> Graph:
-        """Runs it once, so that what is made on the first run is there, and records the second."""
+    def record(self, run: Callable[[], Sequence[Tensor]]) -> tuple[Graph, Sequence[Tensor]]:
+        """Runs it once, so that what is made on the first run is there, and records the second.
+
+        Returns what that gave as well: where a replay leaves it.
+        """
+
+    def borrowed(self, x: Tensor) -> Tensor:
+        """The same memory, which other graphs may use once nobody holds x."""
 
     def taken_bytes(self) -> int:
         """Memory of the device that is in use: its growth is what graphs take."""
@@ -64,7 +72,7 @@ class CudaCapture:
                 gc.enable()
             torch.cuda.synchronize(self._device)
 
-    def record(self, run: Callable[[], None]) -> Graph:
+    def record(self, run: Callable[[], Sequence[Tensor]]) -> tuple[Graph, Sequence[Tensor]]:
         """See Capture. Both runs are on a stream of their own, whose workspaces no other step uses."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -73,17 +81,35 @@ class CudaCapture:
             # Another thread may wait for an event meanwhile: only this one must not.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                run()
+                made = run()
             finally:
                 graph.capture_end()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        return graph
+        return graph, made
+
+    def borrowed(self, x: Tensor) -> Tensor:
+        """See Capture. By the interface of arrays, which keeps no hold of the memory."""
+        return torch.as_tensor(_Interface(x), device=x.device).view(x.dtype)
 
     def taken_bytes(self) -> int:
         """See Capture."""
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
+
+
+class _Interface:
+    """An array on the GPU as others describe it: of integers, because not all of torch's types have a name there."""
+
+    def __init__(self, x: Tensor) -> None:
+        size = x.element_size()
+        self.__cuda_array_interface__ = {
+            "shape": tuple(x.shape),
+            "strides": tuple(stride * size for stride in x.stride()),
+            "typestr": f"<i{size}" if size > 1 else "|i1",
+            "data": (x.data_ptr(), False),
+            "version": 3,
+        }
 
 
 class Rerun:
@@ -96,10 +122,14 @@ class Rerun:
         """See Capture."""
         return _nothing()
 
-    def record(self, run: Callable[[], None]) -> Graph:
+    def record(self, run: Callable[[], Sequence[Tensor]]) -> tuple[Graph, Sequence[Tensor]]:
         """See Capture."""
-        run()
-        return _Again(run)
+        made = run()
+        return _Again(run, made), made
+
+    def borrowed(self, x: Tensor) -> Tensor:
+        """See Capture: x itself."""
+        return x
 
     def taken_bytes(self) -> int:
         """See Capture: nothing is kept."""
@@ -112,8 +142,14 @@ def _nothing() -> Iterator[None]:
 
 
 class _Again:
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.replay = run
+    def __init__(self, run: Callable[[], Sequence[Tensor]], made: Sequence[Tensor]) -> None:
+        self._run = run
+        self._made = made
+
+    def replay(self) -> None:
+        """See Graph."""
+        for before, now in zip(self._made, self._run(), strict=True):
+            before.copy_(now)
 
 
 def capture_of(device: torch.device) -> Capture:

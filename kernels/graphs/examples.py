@@ -18,7 +18,7 @@ def examples(shape: Shape, chip: Chip, tokens: int) -> Iterator[tuple[str, Launc
     """A decode of so many rows, in a graph for eight more."""
     del shape, chip
     given, to = _columns(tokens, _BLOCKS // 2), _columns(tokens + 8, _BLOCKS)
-    yield "fill", plan_fill(given, to, 1)
+    yield "fill", plan_fill(given, to, 1, 16)
 
 
 def _columns(rows: int, blocks: int) -> Columns:

@@ -11,11 +11,14 @@ import torch
 from kernels.graphs.capture import Capture, Graph, capture_of
 from kernels.graphs.dispatch import Batch, Choice, Dispatcher, Mode
 from kernels.graphs.inputs import Fill, Inputs
+from kernels.graphs.pieces import Pieces
 from kernels.native.build import Unavailable
 from kernels.ops import Limits, Ops, Pass, StepTensors, Warmed
+from kernels.piecewise.ops import piecewise_ops
+from kernels.piecewise.running import Hooks
 
-CHOICES = ("auto", "none", "full")
-"""auto is full on a GPU."""
+CHOICES = ("auto", "none", "full", "piecewise", "both")
+"""auto is both on a GPU."""
 _SAMPLE = 4
 """Graphs of each kind that tell what all take: the largest fills the pool, the others say what one more costs."""
 
@@ -23,9 +26,14 @@ _SAMPLE = 4
 class Graphs:
     """What the graphs of one model share: the device's capture, static inputs, and which graphs there are."""
 
-    def __init__(self, capture: Capture, fill: Fill, *, drafts: int = 0) -> None:
-        """`drafts`: graphs also hold rows of one token and up to so many drafts."""
+    def __init__(self, capture: Capture, fill: Fill, *, full: bool = True, drafts: int = 0) -> None:
+        """Of the whole pass where it is `full`, then also with rows of one token and up to so many `drafts`.
+
+        Of pieces where ops are made with `pieces.hooks`.
+        """
         self.capture = capture
+        self.pieces = Pieces(capture)
+        self._full = full
         self._fill = fill
         self._drafts = drafts
         self._limits: Limits | None = None
@@ -42,7 +50,8 @@ class Graphs:
         if self._limits is not limits or self._dispatcher is None or self._inputs is None:
             self._limits = limits
             self.capture.renew()
-            self._dispatcher = Dispatcher(rows=limits.rows, tokens=limits.tokens, drafts=self._drafts)
+            most = {"rows": limits.rows, "tokens": limits.tokens, "drafts": self._drafts}
+            self._dispatcher = Dispatcher(**most, full=self._full, pieces=self.pieces.exist)
             every = list(self._dispatcher.choices())
             tokens = max((choice.tokens for choice in every), default=0)
             rows = max((choice.rows for choice in every), default=0)
@@ -52,6 +61,7 @@ class Graphs:
     def forget(self) -> None:
         """Lets go of the memory."""
         self._limits = self._dispatcher = self._inputs = None
+        self.pieces.forget()
 
 
 class GraphOptions(NamedTuple):
@@ -64,8 +74,14 @@ class GraphOptions(NamedTuple):
 NO_GRAPHS = GraphOptions("none")
 
 
-def with_graphs(ops: Ops[Any], options: GraphOptions, device: torch.device) -> Ops[Any]:
-    """The ops, whose passes have graphs then.
+MakePieces = Callable[[Ops[torch.Tensor], Hooks | None], Ops[Any]]
+"""Makes ops of pieces, as kernels.piecewise.ops.piecewise_ops does."""
+
+
+def with_graphs(
+    ops: Ops[Any], options: GraphOptions, device: torch.device, pieces: MakePieces | None = None
+) -> Ops[Any]:
+    """The ops, whose passes have graphs then. `pieces` is how they are compiled, if they are.
 
     Raises ValueError for a choice that does not exist, and Unavailable where the ops cannot be in a graph.
     """
@@ -73,14 +89,23 @@ def with_graphs(ops: Ops[Any], options: GraphOptions, device: torch.device) -> O
     if choice not in CHOICES:
         raise ValueError(f"graphs must be one of {', '.join(CHOICES)}, not {choice!r}")
     if choice == "auto":
-        choice = "full" if ops.name == "triton" and device.type == "cuda" else "none"
+        choice = "both" if ops.name == "triton" and device.type == "cuda" else "none"
     if choice == "none":
-        return ops
+        return ops if pieces is None else pieces(ops, None)
     if ops.name != "triton":
         raise Unavailable(f"graphs are of Triton kernels, and here are {ops.name} ones")
     from kernels.graphs.triton import fill  # a third of a second that others need not wait
 
-    return Graphs(capture_of(device), fill, drafts=options.drafts).over(ops)
+    graphs = Graphs(capture_of(device), fill, full=choice in ("full", "both"), drafts=options.drafts)
+    if choice in ("piecewise", "both"):
+        ops = (pieces or _uncompiled)(ops, graphs.pieces.hooks)
+    elif pieces is not None:
+        ops = pieces(ops, None)
+    return graphs.over(ops)
+
+
+def _uncompiled(ops: Ops[torch.Tensor], hooks: Hooks | None) -> Ops[Any]:
+    return piecewise_ops(ops, hooks=hooks)
 
 
 class Graphed:
@@ -131,15 +156,12 @@ class Graphed:
 
     def _record_one(self, inputs: Inputs, choice: Choice) -> None:
         inputs.clear(choice)
+        if choice.mode is Mode.PIECEWISE:
+            trial = inputs.trial(choice)
+            self._keep(self._shared.pieces.record(choice.tokens, lambda: self._inner(trial)))
+            return
         given = inputs.of(choice)
-
-        def run() -> None:
-            out = self._inner(given)
-            if self._out is None:  # the largest comes first, and runs once before it is recorded
-                self._out = torch.zeros_like(out)
-            self._out[: len(out)].copy_(out)
-
-        self._graphs[choice] = self._shared.capture.record(run)
+        self._graphs[choice], _ = self._shared.capture.record(lambda: (self._keep(self._inner(given)),))
 
     def __call__(self, given: StepTensors) -> torch.Tensor:
         """See kernels.ops.Pass."""
@@ -150,9 +172,19 @@ class Graphed:
         if choice.mode is Mode.NONE:
             return self._inner(given)
         inputs.take(given, choice)
-        self._graphs[choice].replay()
-        assert self._out is not None
-        return self._out[: len(given.ids_T)]
+        tokens = len(given.ids_T)
+        if choice.mode is Mode.FULL:
+            self._graphs[choice].replay()
+            assert self._out is not None
+            return self._out[:tokens]
+        padded = inputs.padded(given, choice)
+        return self._keep(self._shared.pieces.replay(choice.tokens, tokens, lambda: self._inner(padded))[:tokens])
+
+    def _keep(self, out: torch.Tensor) -> torch.Tensor:
+        """What a pass gave, in memory that no graph uses. The largest number of tokens comes first."""
+        if self._out is None:
+            self._out = torch.zeros_like(out)
+        return self._out[: len(out)].copy_(out)
 
 
 def _batch(given: StepTensors) -> Batch:

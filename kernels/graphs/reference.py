@@ -21,11 +21,11 @@ class Columns(NamedTuple):
     table_RB: torch.Tensor  # int32
 
 
-def fill(given: Columns, to: Columns, per_row: int) -> None:
+def fill(given: Columns, to: Columns, per_row: int, block_size: int) -> None:
     """Copies and pads.
 
     Padding tokens have the slot -1. A padding row has a context of 0 and the next `per_row` padding tokens, as far as
-    there are any. Entries of the table beyond those given stay as they are: no context reaches them.
+    there are any. Of the table, the blocks of `block_size` tokens are copied that a row's context has.
     """
     tokens, rows, all_tokens = len(given.ids_T), len(given.contexts_R), len(to.ids_T)
     for column, (x, y) in enumerate(zip(given[:3], to[:3], strict=True)):
@@ -36,4 +36,6 @@ def fill(given: Columns, to: Columns, per_row: int) -> None:
     padding = torch.arange(len(to.starts_R1) - rows, dtype=torch.int32, device=to.starts_R1.device)
     to.starts_R1[:rows] = given.starts_R1[:rows]
     to.starts_R1[rows:] = (tokens + padding * per_row).clamp(max=all_tokens)
-    to.table_RB[:rows, : given.table_RB.shape[1]] = given.table_RB
+    for row, context in enumerate(given.contexts_R.tolist()):
+        blocks = -(-context // block_size)
+        to.table_RB[row, :blocks] = given.table_RB[row, :blocks]

@@ -41,10 +41,10 @@ class WorkerSettings(Settings):
         "kernels: native (C++) where it can be had, triton (a GPU, or TRITON_INTERPRET=1 for tests), torch's fastest,"
         " or the plain reference",
     )
-    graphs: Literal["auto", "none", "full"] = knob(
+    graphs: Literal["auto", "none", "full", "piecewise", "both"] = knob(
         "auto",
-        "graphs of whole decode steps, recorded before serving, for triton kernels: full, or none; auto is full on a"
-        " GPU",
+        "what of a step is recorded before serving, of triton kernels: full decode steps, the pieces between attention"
+        " of any step of up to 512 tokens, or both; auto is both on a GPU",
     )
     graph_drafts: int = knob(
         4, "draft tokens of a row that graphs hold at most; the engine's max_speculative_tokens", ge=0, le=128

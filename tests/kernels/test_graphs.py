@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
+from kernels.attention.rows import Rows
 from kernels.dispatch import choose_ops
 from kernels.graphs.capture import Rerun, capture_of
 from kernels.graphs.dispatch import Batch, Choice, Dispatcher, Mode, sizes
-from kernels.graphs.graphed import GraphOptions, with_graphs
+from kernels.graphs.graphed import GraphOptions, Graphs, with_graphs
+from kernels.graphs.reference import fill
 from kernels.native.build import Unavailable
+from kernels.ops import Limits, StepTensors
+from kernels.piecewise.ops import piecewise_ops
+from tests.kernels.recorded import Recorded
+from tests.kernels.test_piecewise import given, small_model
 
 FULL, PIECEWISE, NONE = Mode.FULL, Mode.PIECEWISE, Mode.NONE
 
@@ -101,17 +108,58 @@ def test_where_there_is_no_gpu_a_replay_runs_again_on_the_same_memory():
     assert isinstance(capture, Rerun)
     x, y = torch.ones(2), torch.zeros(2)
     with capture.session():
-        graph = capture.record(lambda: torch.mul(x, 3, out=y))
+        graph, (made,) = capture.record(lambda: (y.copy_(x * 3) + 1,))
     x.fill_(5)
     graph.replay()
     assert y.tolist() == [15, 15]
+    assert made.tolist() == [16, 16]
+    assert capture.borrowed(made) is made
 
 
 def test_graphs_are_refused_by_name():
     ops, cpu = choose_ops("reference"), torch.device("cpu")
-    with pytest.raises(ValueError, match="graphs must be one of auto, none, full, not 'half'"):
+    with pytest.raises(ValueError, match="graphs must be one of auto, none, full, piecewise, both, not 'half'"):
         with_graphs(ops, GraphOptions("half"), cpu)
     with pytest.raises(Unavailable, match="graphs are of Triton kernels, and here are reference ones"):
         with_graphs(ops, GraphOptions("full"), cpu)
     assert with_graphs(ops, GraphOptions("auto"), cpu) is ops
     assert with_graphs(ops, GraphOptions("none"), cpu) is ops
+
+
+def two_rows(first: int, second: int) -> StepTensors:
+    """A step of two rows that begin."""
+    step = given(first + second)
+    table = torch.tensor([[3, 1, 0], [2, 4, 5]], dtype=torch.int32)
+    slots = [table[row, at // 4].item() * 4 + at % 4 for row, count in ((0, first), (1, second)) for at in range(count)]
+    rows = Rows((0, first, first + second), (first, second), table, 4)
+    positions = torch.tensor([*range(first), *range(second)])
+    return replace(step, positions_T=positions, slots_T=torch.tensor(slots), rows=rows)
+
+
+@pytest.mark.parametrize("media", [False, True])
+@torch.inference_mode()
+def test_graphs_of_pieces_give_what_the_pass_gives(media):
+    """Attention is the reference's, which reads its rows on the host; layers are more than there are places."""
+    capture = Recorded()
+    base = replace(choose_ops("reference"), largest=lambda x: torch.stack((x.argmax(1).float(), x.amax(1)), 1))
+    graphs = Graphs(capture, fill, full=False)
+    ops = piecewise_ops(base, hooks=graphs.pieces.hooks)
+    ours = graphs.over(ops).compile(small_model(ops, media=media))
+    theirs = base.compile(small_model(base, media=media))
+    cache = torch.full_like(given(24).cache, torch.nan)
+    made = ours.warm(Limits(cache, 4, rows=4, tokens=9, context=64))
+    assert made.graphs == 5  # 9, 8, 4, 2 and 1 tokens, each of so many pieces
+    assert len(capture.graphs) == 5 * (7 if media else 5)
+    assert torch.isnan(cache).all()
+    for first, second in ((1, 1), (5, 1), (1, 2), (4, 5), (6, 3), (5, 5)):
+        replays = capture.replays
+        step = replace(two_rows(first, second), cache=cache)
+        expected = theirs(replace(step, cache=torch.full_like(cache, torch.nan)))
+        torch.testing.assert_close(ours(step), expected, rtol=1e-5, atol=1e-5)
+        assert capture.replays - replays == (len(capture.graphs) // 5 if first + second < 10 else 0)
+    if media:  # a step that reads media runs as it is
+        replays = capture.replays
+        torch.testing.assert_close(ours(replace(given(6, media), cache=cache)), theirs(given(6, media)))
+        assert capture.replays == replays
+    ours.warm(None)
+    assert not any(wrapped.graphs for wrapped in graphs.pieces._wrapped)

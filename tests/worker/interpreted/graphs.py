@@ -15,9 +15,11 @@ from kernels.graphs.triton import fill
 from kernels.ops import Limits, StepTensors, Warmed
 from services.worker.loading import load_model
 from services.worker.models.decoder import Decoder
+from tests.kernels.recorded import Recorded
+from tests.worker.columns import SHAPE
 from tests.worker.flat import BLOCK_SIZE, Sequences
-from tests.worker.recorded import Recorded
-from tests.worker.tiny_llama import tiny_llama
+from tests.worker.interpreted.models import SAMPLED, tokens_of
+from tests.worker.tiny_llama import runner_of, tiny_llama
 
 
 def graphed(path: str, *, drafts: int, layers: int) -> tuple[Decoder, Decoder, Recorded]:
@@ -44,8 +46,9 @@ def columns(tokens: int, rows: int, blocks: int) -> Columns:
 def test_what_is_copied_is_padded_as_the_specification_says(tokens, rows, per_row, all_rows):
     given, to = columns(tokens, rows, 7), columns(all_rows * per_row, all_rows, 1030)
     expected = Columns(*(column.clone() for column in to))
-    fill_of_reference(given, expected, per_row)
-    fill(given, to, per_row)
+    given.contexts_R.clamp_(max=7 * 16)
+    fill_of_reference(given, expected, per_row, 16)
+    fill(given, to, per_row, 16)
     for found, wanted in zip(to, expected, strict=True):
         assert torch.equal(found, wanted)
     assert (to.slots_T[tokens:] == -1).all()
@@ -53,8 +56,8 @@ def test_what_is_copied_is_padded_as_the_specification_says(tokens, rows, per_ro
 
 
 def test_a_step_that_is_larger_than_its_graph_is_an_error():
-    with pytest.raises(ValueError, match=r"a step of 9 tokens and 3 rows of 2 blocks does not fit in a graph of 8"):
-        fill(columns(9, 3, 2), columns(8, 8, 2), 1)
+    with pytest.raises(ValueError, match="a step of 9 tokens and 3 rows does not fit in a graph of 8 and 8"):
+        fill(columns(9, 3, 2), columns(8, 8, 2), 1, 16)
 
 
 @torch.inference_mode()
@@ -130,3 +133,17 @@ def test_bytes_are_reckoned_from_a_few_of_them_and_measured_where_all_are_record
     assert sampled.graphs == whole.graphs == 11  # 1, 2, 4, 8, 16 .. 64
     assert sampled.bytes == whole.bytes == 11 * len(shared.capture.graphs[-1])
     assert shared.capture.pools == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("graphs", ["full", "piecewise", "both"])
+def test_a_runner_with_graphs_gives_the_tokens_of_the_reference(tmp_path, graphs):
+    path = str(tiny_llama(tmp_path / "tiny"))
+    expected = tokens_of(runner_of(path, ops="reference"), **SAMPLED)
+    runner = runner_of(path, ops="triton", deterministic=False, graphs=graphs, graph_drafts=1)
+    assert runner.plan_memory(SHAPE, 1 << 20).step_bytes > 0
+    assert tokens_of(runner, **SAMPLED) == expected
+    runner.sleep(1)
+    assert not any(run._graphs for run in (runner._model._forward, runner._model._likeliest))
+    runner.init_cache(SHAPE)
+    assert tokens_of(runner, **SAMPLED) == expected

@@ -6,7 +6,7 @@ as it was then, and a result that depends on a step's own numbers comes out wron
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,7 +88,7 @@ class Recorded:
         yield
         self.in_session = False
 
-    def record(self, run: Callable[[], None]) -> _Notes:
+    def record(self, run: Callable[[], Sequence[torch.Tensor]]) -> tuple[_Notes, Sequence[torch.Tensor]]:
         assert self.in_session
         run()
         notes: list[Callable[[], None]] = []
@@ -104,13 +104,16 @@ class Recorded:
         Launch.run = noted  # type: ignore[method-assign]
         try:
             with mode:
-                run()
+                made = run()
         finally:
             Launch.run = original  # type: ignore[method-assign]
         graph = _Notes(notes, self)
         self.graphs.append(graph)
         self.bytes += len(notes)
-        return graph
+        return graph, made
+
+    def borrowed(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
     def taken_bytes(self) -> int:
         return self.bytes

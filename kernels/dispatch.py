@@ -96,7 +96,7 @@ def _torch_ops(*, fast: bool, deterministic: bool, note: str) -> Ops[Tensor]:
         rms_norm=rms_norm_reference.rms_norm,
         add_rms_norm=rms_norm_reference.add_rms_norm,
         split_heads=eager.split_heads,
-        qk_norm=_qk_norm,
+        qk_norm=rms_norm_reference.qk_norm,
         rope_cos_sin=rope_reference.rope_cos_sin,
         rope_axes_cos_sin=media_reference.rope_axes_cos_sin,
         replace_rows=media_reference.replace_rows,
@@ -106,8 +106,3 @@ def _torch_ops(*, fast: bool, deterministic: bool, note: str) -> Ops[Tensor]:
         selection=None,
         spent_s=lambda: 0.0,
     )
-
-
-def _qk_norm(qk_TNA: Tensor, q_norm_A: Tensor, k_norm_A: Tensor, heads: int, eps: float) -> Tensor:
-    q_THA = rms_norm_reference.rms_norm(qk_TNA[:, :heads], q_norm_A, eps)
-    return torch.cat((q_THA, rms_norm_reference.rms_norm(qk_TNA[:, heads:], k_norm_A, eps)), dim=1)

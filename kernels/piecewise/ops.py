@@ -6,6 +6,7 @@ this CPU, in tiles, quantized) stays the base's: its product is called from with
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,20 +16,33 @@ import torch
 
 from kernels.linear import reference as linear
 from kernels.linear.blocks import Blocks
-from kernels.ops import Attention, Limits, Ops, Pass, Step, StepTensors, Warmed
+from kernels.ops import Attention, Limits, Ops, Step, StepTensors, Warmed
 from kernels.ops import Linear as Product
+from kernels.piecewise.opaque import handle
+from kernels.piecewise.passes import PASSES, Pass, apply, ranges
+from kernels.piecewise.pieces import Barrier, Piece, split
 from kernels.piecewise.program import Kind, Program, Recorder, Symbol
-from kernels.piecewise.running import Hooks, Runner
+from kernels.piecewise.running import MOST_TOKENS, Call, Hooks, Parts, Ready, Runner, uncompiled
 
 Tensor = torch.Tensor
+Make = Callable[[Piece], Call | None]
+"""Compiles a piece; None where that cannot be done (kernels/piecewise/compiler)."""
 
 
-def piecewise_ops(base: Ops[Tensor], hooks: Hooks | None = None) -> Ops[Symbol]:
-    """The table; what is prepared with it runs on the base's ops, all but what is compiled."""
+def piecewise_ops(
+    base: Ops[Tensor],
+    hooks: Hooks | None = None,
+    compiler: Make | None = None,
+    passes: Sequence[Pass] = PASSES,
+) -> Ops[Symbol]:
+    """The table; what is prepared with it runs on the base's ops, all but what is compiled.
+
+    Without a compiler pieces run by the base's ops too.
+    """
     table: Ops[Symbol] = replace(
         cast(Any, base),  # each of its fields over tensors is replaced
         prepare_linear=partial(_prepare, base),
-        compile=partial(_compile, base, hooks or Hooks()),
+        compile=partial(_Pass, base, hooks or Hooks(), compiler, passes),
         compile_rows=partial(_compile_rows, base),
         embedding=embedding,
         rms_norm=rms_norm,
@@ -51,13 +65,16 @@ class Linear:
     def __init__(self, product: Product[Tensor], outputs: int) -> None:
         self.product = product
         self._outputs = outputs
+        self._handle = handle(product)
 
     def __call__(self, x: Symbol) -> Symbol:
         """The product for every row of x."""
         kind = Kind((*x.kind.shape[:-1], self._outputs), x.kind.dtype)
         plain = self.product if isinstance(self.product, linear.Linear) else None
         if plain is None:
-            return x.recorder.add("opaque", [x], [kind], constants=[self._outputs], product=self.product)[0]
+            return x.recorder.add(
+                "opaque", [x], [kind], weights=[self._handle], constants=[self._outputs], product=self.product
+            )[0]
         weights = [plain.weight_OI] + ([] if plain.bias_O is None else [plain.bias_O])
         return x.recorder.add("linear", [x], [kind], weights=weights, product=self.product)[0]
 
@@ -144,26 +161,51 @@ def _prepare(base: Ops[Tensor], weight_OI: Tensor | Blocks, bias_O: Tensor | Non
     return Linear(base.prepare_linear(weight_OI, bias_O), weight_OI.shape[0])
 
 
-def _compile(base: Ops[Tensor], hooks: Hooks, mathematics: Callable[[Step[Symbol]], Symbol]) -> Pass:
-    runner = Runner(record(mathematics), base, hooks)
-    made = base.compile(runner)
-    return _Listed(made, runner.listing)
+class _Pass:
+    """The base's pass around pieces. See kernels.ops.Pass."""
 
-
-class _Listed:
-    """The base's pass around a program. See kernels.ops.Pass."""
-
-    def __init__(self, inner: Pass, listing: str) -> None:
-        self.listing = listing
-        self._inner = inner
+    def __init__(
+        self,
+        base: Ops[Tensor],
+        hooks: Hooks,
+        compiler: Make | None,
+        passes: Sequence[Pass],
+        mathematics: Callable[[Step[Symbol]], Symbol],
+    ) -> None:
+        program = record(mathematics)
+        variants: list[tuple[range, Parts]] = []
+        for tokens in ranges(passes, MOST_TOKENS):
+            parts = split(apply(passes, program, tokens))
+            variants.append((tokens, tuple(_ready(part, base, hooks, compiler) for part in parts)))
+        beyond = range(MOST_TOKENS + 1, sys.maxsize)
+        plain = split(apply(passes, program, beyond))
+        variants.append((beyond, tuple(_ready(part, base, Hooks(), None) for part in plain)))
+        self.listing = "\n".join(_listing(tokens, parts) for tokens, parts in variants[:-1])
+        self._inner = base.compile(Runner(variants, program.output, base, hooks))
 
     def warm(self, limits: Limits | None) -> Warmed:
-        """See kernels.ops.Pass."""
+        """See kernels.ops.Pass. Pieces are compiled before."""
         return self._inner.warm(limits)
 
     def __call__(self, given: StepTensors) -> Tensor:
         """What the mathematics gives for the tokens of a step."""
         return self._inner(given)
+
+
+def _ready(part: Piece | Barrier, base: Ops[Tensor], hooks: Hooks, compiler: Make | None) -> Ready | Barrier:
+    if isinstance(part, Barrier):
+        return part
+    compiled = None if compiler is None else compiler(part)
+    return Ready(hooks.wrap_piece(part, compiled or uncompiled(part, base)), part)
+
+
+def _listing(tokens: range, parts: Parts) -> str:
+    """What each part does, to read."""
+    said = (
+        f"{part.node.op}\n" if isinstance(part, Barrier) else f"piece {part.piece.key}\n{part.piece.text}"
+        for part in parts
+    )
+    return "\n".join((f"{tokens.start} to {tokens.stop - 1} tokens\n", *said))
 
 
 def _compile_rows(base: Ops[Tensor], mathematics: Callable[[Symbol], Symbol], width: int) -> Callable[[Tensor], Tensor]:

@@ -10,7 +10,7 @@ compiled elsewhere is bound to the weights of this process by its description al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -63,8 +63,8 @@ class Node:
     outputs: tuple[int, ...]
     weights: tuple[Tensor, ...] = ()
     constants: tuple[Any, ...] = ()
-    product: Callable[[Tensor], Tensor] | None = None
-    """Of a linear: the prepared weight itself, for a run that is not compiled."""
+    product: Any = None
+    """Of a product: the prepared weight itself, for a run that is not compiled."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -106,7 +106,7 @@ class Recorder:
         *,
         weights: Sequence[Tensor] = (),
         constants: Sequence[Any] = (),
-        product: Callable[[Tensor], Tensor] | None = None,
+        product: Any = None,
     ) -> tuple[Symbol, ...]:
         """Appends a node, and gives the symbols of what it makes."""
         made = tuple(self.new(kind) for kind in kinds)

@@ -2,55 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from kernels.ops import Ops, Step
-from kernels.piecewise.pieces import Barrier, Piece, split
-from kernels.piecewise.program import AXES, IDS, POSITIONS, Node, Program
+from kernels.piecewise.pieces import Barrier, Piece
+from kernels.piecewise.program import AXES, IDS, POSITIONS, Node
+from kernels.quantized_rows.reference import QuantizedRows
 
 Tensor = torch.Tensor
 Call = Callable[..., Sequence[Tensor]]
 """A piece as a function: its inputs, then its weights, give its outputs."""
-
-
-def base_table(base: Ops[Tensor]) -> dict[str, Callable[..., Any]]:
-    """The base's ops by their names, for a piece that is not compiled."""
-    return {
-        "embedding": base.embedding,
-        "rms_norm": base.rms_norm,
-        "add_rms_norm": base.add_rms_norm,
-        "split_heads": base.split_heads,
-        "qk_norm": base.qk_norm,
-        "rope_cos_sin": base.rope_cos_sin,
-        "rope_axes_cos_sin": base.rope_axes_cos_sin,
-        "silu_mul": base.silu_mul,
-        "largest": base.largest,
-    }
+MOST_TOKENS = 16384
+"""Tokens that a compiled piece takes. Inductor computes 32-bit addresses where it can prove that they suffice, and
+2^14 tokens by a vocabulary of 2^17 do; a larger step runs uncompiled."""
 
 
 def uncompiled(piece: Piece, base: Ops[Tensor]) -> Call:
     """The piece by the base's ops, one after the other. Its own weights count: those it is given are the same."""
-    table = base_table(base)
+    table = _table(base)
 
     def call(*arguments: Tensor) -> list[Tensor]:
         values = dict(zip(piece.inputs, arguments, strict=False))
         for node in piece.nodes:
-            values.update(zip(node.outputs, _run(table, node, values), strict=True))
+            made = table[node.op](node, [values[value] for value in node.inputs])
+            values.update(zip(node.outputs, flat(made), strict=True))
         return [values[value] for value in piece.outputs]
 
     return call
 
 
-def _run(table: dict[str, Callable[..., Any]], node: Node, values: dict[int, Tensor]) -> tuple[Tensor, ...]:
-    inputs = [values[value] for value in node.inputs]
-    if node.product is not None:
-        return (node.product(*inputs),)
-    made = table[node.op](*inputs, *node.weights, *node.constants)
-    return made if isinstance(made, tuple) else (made,)
+def flat(made: Any) -> Iterator[Tensor]:
+    """The tensors that an op gave, whichever way they are grouped."""
+    if isinstance(made, tuple):
+        for part in made:
+            yield from flat(part)
+    else:
+        yield made
+
+
+def _table(base: Ops[Tensor]) -> dict[str, Callable[[Node, list[Tensor]], Any]]:
+    """How the base runs each node."""
+
+    def by(op: Callable[..., Any]) -> Callable[[Node, list[Tensor]], Any]:
+        return lambda node, inputs: op(*inputs, *node.weights, *node.constants)
+
+    def multiply(node: Node, inputs: list[Tensor]) -> Tensor:
+        made: Tensor = node.product.multiply(QuantizedRows(*inputs), node.constants[-1])
+        return made
+
+    table = {
+        "embedding": by(base.embedding),
+        "rms_norm": by(base.rms_norm),
+        "add_rms_norm": by(base.add_rms_norm),
+        "split_heads": by(base.split_heads),
+        "qk_norm": by(base.qk_norm),
+        "rope_cos_sin": by(base.rope_cos_sin),
+        "rope_axes_cos_sin": by(base.rope_axes_cos_sin),
+        "silu_mul": by(base.silu_mul),
+        "largest": by(base.largest),
+        "linear": lambda node, inputs: node.product(*inputs),
+        "opaque": lambda node, inputs: node.product(*inputs),
+        "multiply": multiply,
+    }
+    if base.name != "triton":
+        return table
+    from kernels.quantized_rows import triton as rows
+
+    return table | {
+        "quantize_rows": by(rows.quantize_rows),
+        "rms_norm_rows": by(rows.rms_norm),
+        "add_rms_norm_rows": by(rows.add_rms_norm),
+        "silu_mul_rows": by(rows.silu_mul),
+    }
 
 
 @dataclass(slots=True, frozen=True)
@@ -65,31 +92,30 @@ class Hooks:
 
 
 @dataclass(slots=True, frozen=True)
-class _Call:
-    """A piece, ready."""
+class Ready:
+    """A piece, and what runs it."""
 
     run: Call
     piece: Piece
 
 
+Parts = tuple[Ready | Barrier, ...]
+
+
 class Runner:
     """The mathematics of a pass over tensors."""
 
-    def __init__(self, program: Program, base: Ops[Tensor], hooks: Hooks) -> None:
-        parts = split(program)
-        self.listing = "\n".join(part.text if isinstance(part, Piece) else f"{part.node.op}\n" for part in parts)
+    def __init__(self, variants: Sequence[tuple[range, Parts]], output: int, base: Ops[Tensor], hooks: Hooks) -> None:
+        """Variants: what runs for so many tokens, in rising order and without gaps."""
+        self._variants = tuple(variants)
+        self._output = output
         self._place = hooks.place
-        self._output = program.output
-        self._parts = [
-            part if isinstance(part, Barrier) else _Call(hooks.wrap_piece(part, uncompiled(part, base)), part)
-            for part in parts
-        ]
         self._between = {"replace_rows": base.replace_rows, "add_rows": base.add_rows}
 
     def __call__(self, step: Step[Tensor]) -> Tensor:
         """The program's result for the tokens of a step."""
         values = {IDS: step.ids_T, POSITIONS: step.positions_T, AXES: step.positions_3T}
-        for part in self._parts:
+        for part in self._parts(len(step.ids_T)):
             if isinstance(part, Barrier):
                 self._pass_barrier(part, step, values)
                 continue
@@ -98,6 +124,12 @@ class Runner:
             made = part.run(*arguments, *piece.weights)
             values.update(zip(piece.outputs, made, strict=True))
         return values[self._output]
+
+    def _parts(self, tokens: int) -> Parts:
+        for variant, parts in self._variants:
+            if tokens < variant.stop:
+                return parts
+        raise ValueError(f"a step of {tokens} tokens is larger than any that pieces were made for")
 
     def _pass_barrier(self, barrier: Barrier, step: Step[Tensor], values: dict[int, Tensor]) -> None:
         node = barrier.node

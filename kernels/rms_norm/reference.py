@@ -21,3 +21,11 @@ def add_rms_norm(
     """(rms_norm(x + residual), x + residual): the norm that follows a residual connection."""
     total = x_XD + residual_XD
     return rms_norm(total, weight_D, eps), total
+
+
+def qk_norm(
+    qk_TNA: torch.Tensor, q_norm_A: torch.Tensor, k_norm_A: torch.Tensor, heads: int, eps: float
+) -> torch.Tensor:
+    """Every head normed: the first `heads` with the weight of queries, the others with that of keys."""
+    q_THA = rms_norm(qk_TNA[:, :heads], q_norm_A, eps)
+    return torch.cat((q_THA, rms_norm(qk_TNA[:, heads:], k_norm_A, eps)), dim=1)

@@ -28,6 +28,7 @@ sampling/     from logits to tokens
 loading       a model path into a ready model
 devices       the device: whether it is there, and its memory
 memory        the memory sum
+compiled      a pass as compiled pieces
 text_files    tokenizer, config and template of a model as files
 vision_weights  which of a checkpoint's weights are an encoder's, by name
 weights       weights by name, from safetensors or GGUF

@@ -49,6 +49,11 @@ class WorkerSettings(Settings):
     graph_drafts: int = knob(
         4, "draft tokens of a row that graphs hold at most; the engine's max_speculative_tokens", ge=0, le=128
     )
+    compile: bool = knob(
+        False,
+        "fuse what stands between attentions with torch's compiler, once, and keep what that gives: with --ops triton,"
+        " torch or reference",
+    )
     isa: Literal["auto", "avx512-vnni", "avx512", "avx2", "portable"] = knob(
         "auto", "instruction set of the native kernels; auto is the best of this CPU"
     )

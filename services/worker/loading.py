@@ -18,6 +18,7 @@ from kernels.native.build import Unavailable
 from kernels.native.ops import NativeOptions
 from kernels.ops import Ops
 from services.common.errors import FailedPrecondition, InvalidArgument, NotFound
+from services.worker.compiled import Compiled
 from services.worker.devices import find
 from services.worker.gguf_file import GgufFile
 from services.worker.models.config import ModelConfig
@@ -64,6 +65,7 @@ def load_model(
     deterministic: bool = False,
     quantize: str = "none",
     kv_cache_dtype: str = "auto",
+    compile: bool = False,
     native: NativeOptions | None = None,
     graphs: GraphOptions = NO_GRAPHS,
 ) -> tuple[Decoder, LoadedModel]:
@@ -72,18 +74,13 @@ def load_model(
     dtype is the type of the weights: "float32" is the exact path; None or "auto" keeps what the file has, quantized
     blocks too, where the ops read it (native), and otherwise is float32 on a CPU and the checkpoint's own elsewhere.
     quantize, one of QUANTIZED, rounds the weights that are not quantized then. kv_cache_dtype is one of KV_DTYPES.
+    compile: a pass runs as compiled pieces (kernels/piecewise), which are made or found before this returns.
 
     Raises NotFound for a path that is not there, InvalidArgument, naming the key or the tensor, for what cannot be
     served, and FailedPrecondition for a device that is not there.
     """
     place = find(device)
-    if dtype not in (None, "auto", *DTYPES):
-        raise InvalidArgument(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}", field="dtype")
-    if quantize not in QUANTIZED:
-        raise InvalidArgument(f"quantize must be one of {', '.join(QUANTIZED)}, not {quantize!r}", field="quantize")
-    if kv_cache_dtype not in KV_DTYPES:
-        names = ", ".join(KV_DTYPES)
-        raise InvalidArgument(f"kv_cache_dtype must be one of {names}, not {kv_cache_dtype!r}", field="kv_cache_dtype")
+    _check_names(dtype, quantize, kv_cache_dtype)
     raw, source, text_files = _open(Path(path))
     config = _with_largest_frame(read_config(raw), text_files)
     chosen = choose_ops(
@@ -95,11 +92,15 @@ def load_model(
         head_dim=config.head_dim,
         native=native,
     )
-    chosen = _with_graphs(_checked(chosen, quantize, kv_cache_dtype), graphs, place)
+    chosen = _checked(chosen, quantize, kv_cache_dtype)
+    compiled = Compiled(chosen, place, deterministic=deterministic) if compile else None
+    chosen = _with_graphs(chosen if compiled is None else compiled.over(chosen), graphs, place)
     # A file of blocks has no type of its own: 16 bits are what it was made of, and bfloat16 has every range.
     own = "bfloat16" if isinstance(source, GgufFile) else config.dtype
     precision = _precision(dtype, quantize, own if place.type == "cuda" else "float32", chosen.name)
     model, text_memory, vision_memory = _load(config, source, chosen, precision, place)
+    if compiled is not None:
+        compiled.report()
     return model, LoadedModel(
         architecture=config.architecture,
         vocab_size=config.vocab_size,
@@ -113,6 +114,17 @@ def load_model(
         pools=True,
         media=model.encoder is not None,
     )
+
+
+def _check_names(dtype: str | None, quantize: str, kv_cache_dtype: str) -> None:
+    """Raises InvalidArgument for a name that stands for nothing."""
+    if dtype not in (None, "auto", *DTYPES):
+        raise InvalidArgument(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}", field="dtype")
+    if quantize not in QUANTIZED:
+        raise InvalidArgument(f"quantize must be one of {', '.join(QUANTIZED)}, not {quantize!r}", field="quantize")
+    if kv_cache_dtype not in KV_DTYPES:
+        names = ", ".join(KV_DTYPES)
+        raise InvalidArgument(f"kv_cache_dtype must be one of {names}, not {kv_cache_dtype!r}", field="kv_cache_dtype")
 
 
 def _with_graphs(ops: Ops[Any], graphs: GraphOptions, device: torch.device) -> Ops[Any]:

@@ -87,6 +87,7 @@ class TorchRunner:
                 deterministic=settings.deterministic,
                 quantize=quantization or settings.quantize,
                 kv_cache_dtype=settings.kv_cache_dtype,
+                compile=settings.compile,
                 native=NativeOptions(settings.isa, threads, settings.spin_us, settings.pin),
                 graphs=GraphOptions(settings.graphs, settings.graph_drafts),
             )
@@ -115,9 +116,10 @@ class TorchRunner:
         if len(loaded.kv_groups) != 1:
             raise InvalidArgument("models with more than one KV group are not supported by this worker")
         memory = self._memory
+        one_layer = model.one_layer()  # which may be compiled: no step takes what that takes
         memory.give_back()  # what loading took for a moment
         process_bytes = memory.beside(loaded.weight_bytes)
-        step_bytes = memory.peak(lambda: trial_step(model.one_layer(), shape, self._settings.logits_rows))
+        step_bytes = memory.peak(lambda: trial_step(one_layer, shape, self._settings.logits_rows))
         step_bytes += self._media.plan_bytes(shape) + graphs.planned_bytes(model, shape)
         memory.give_back()
         free = memory.free()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 
@@ -31,12 +32,16 @@ class Pieces:
     """Wraps the pieces of passes, and runs a pass with their graphs."""
 
     def __init__(self, capture: Capture) -> None:
-        self.hooks = Hooks(self._wrap, self._place)
         self._capture = capture
         self._now: _Now | None = None
-        self._wrapped: list[_Wrapped] = []
+        self._wrapped: WeakSet[_Wrapped] = WeakSet()  # they hold weights, and go with the pass that they are of
         self._made: Sequence[Tensor] = ()  # by the last piece
         self._places: dict[tuple[torch.dtype, tuple[int, ...]], Tensor] = {}
+
+    @property
+    def hooks(self) -> Hooks:
+        """What ops of pieces are to be given."""
+        return Hooks(self._wrap, self._place)
 
     @property
     def exist(self) -> bool:
@@ -68,7 +73,7 @@ class Pieces:
     def _wrap(self, piece: Piece, run: Call) -> Call:
         del piece
         wrapped = _Wrapped(run)
-        self._wrapped.append(wrapped)
+        self._wrapped.add(wrapped)
         return lambda *arguments: self._run(wrapped, arguments)
 
     def _run(self, wrapped: _Wrapped, arguments: tuple[Tensor, ...]) -> Sequence[Tensor]:

@@ -163,3 +163,5 @@ def test_graphs_of_pieces_give_what_the_pass_gives(media):
         assert capture.replays == replays
     ours.warm(None)
     assert not any(wrapped.graphs for wrapped in graphs.pieces._wrapped)
+    del ours
+    assert not graphs.pieces.exist  # what holds weights went with the pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from services.common.errors import FailedPrecondition
 from services.worker import graphs
@@ -21,3 +22,22 @@ def test_ops_without_graphs_record_none_and_take_nothing(tmp_path):
     runner = runner_of(str(tiny_llama(tmp_path / "tiny")), ops="reference")
     model, _ = runner._model_of("test")
     assert graphs.planned_bytes(model, SHAPE) == 0
+
+
+def test_graphs_that_do_not_fit_are_told_by_the_name_of_the_setting(tmp_path, monkeypatch):
+    """A GPU that is full, which a machine without one can only say."""
+    runner = runner_of(str(tiny_llama(tmp_path / "tiny")), ops="reference")
+    model, _ = runner._model_of("test")
+    asked = []
+
+    def warm(limits):
+        asked.append(limits)
+        if limits is not None:
+            raise torch.OutOfMemoryError("tried to allocate 2 MiB")
+
+    monkeypatch.setattr(model, "warm", warm)
+    with pytest.raises(FailedPrecondition, match="do not fit .* or choose --graphs none: tried to all") as caught:
+        runner.init_cache(SHAPE)
+    assert caught.value.field == "graphs"
+    assert asked[-1] is None  # what was recorded before is gone
+    assert (asked[1].rows, asked[1].tokens, asked[1].context) == (4, 32, 64)

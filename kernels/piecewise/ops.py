@@ -67,6 +67,12 @@ class Linear:
         self._outputs = outputs
         self._handle = handle(product)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a weight that was rounded."""
+        product: Any = self.product
+        return int(product.nbytes)
+
     def __call__(self, x: Symbol) -> Symbol:
         """The product for every row of x."""
         kind = Kind((*x.kind.shape[:-1], self._outputs), x.kind.dtype)

@@ -94,7 +94,7 @@ def load_model(
     )
     chosen = _checked(chosen, quantize, kv_cache_dtype)
     compiled = Compiled(chosen, place, deterministic=deterministic) if compile else None
-    chosen = _with_graphs(chosen if compiled is None else compiled.over(chosen), graphs, place)
+    chosen = _with_graphs(chosen, graphs, place, compiled)
     # A file of blocks has no type of its own: 16 bits are what it was made of, and bfloat16 has every range.
     own = "bfloat16" if isinstance(source, GgufFile) else config.dtype
     precision = _precision(dtype, quantize, own if place.type == "cuda" else "float32", chosen.name)
@@ -127,9 +127,9 @@ def _check_names(dtype: str | None, quantize: str, kv_cache_dtype: str) -> None:
         raise InvalidArgument(f"kv_cache_dtype must be one of {names}, not {kv_cache_dtype!r}", field="kv_cache_dtype")
 
 
-def _with_graphs(ops: Ops[Any], graphs: GraphOptions, device: torch.device) -> Ops[Any]:
+def _with_graphs(ops: Ops[Any], graphs: GraphOptions, device: torch.device, compiled: Compiled | None) -> Ops[Any]:
     try:
-        return with_graphs(ops, graphs, device)
+        return with_graphs(ops, graphs, device, None if compiled is None else compiled.over)
     except Unavailable as error:
         raise FailedPrecondition(f"--graphs {graphs.choice} cannot be had: {error}", field="graphs") from error
 

@@ -36,7 +36,7 @@ def test_graphs_that_do_not_fit_are_told_by_the_name_of_the_setting(tmp_path, mo
             raise torch.OutOfMemoryError("tried to allocate 2 MiB")
 
     monkeypatch.setattr(model, "warm", warm)
-    with pytest.raises(FailedPrecondition, match="do not fit .* or choose --graphs none: tried to all") as caught:
+    with pytest.raises(FailedPrecondition, match=r"do not fit .* or choose --graphs none: tried to all") as caught:
         runner.init_cache(SHAPE)
     assert caught.value.field == "graphs"
     assert asked[-1] is None  # what was recorded before is gone

@@ -136,11 +136,20 @@ def test_bytes_are_reckoned_from_a_few_of_them_and_measured_where_all_are_record
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graphs", ["full", "piecewise", "both"])
-def test_a_runner_with_graphs_gives_the_tokens_of_the_reference(tmp_path, graphs):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"graphs": "full", "graph_drafts": 1},
+        {"graphs": "piecewise"},
+        {"graphs": "both", "graph_drafts": 0, "deterministic": True},
+        {"graphs": "both", "graph_drafts": 0, "quantize": "int8"},
+    ],
+)
+def test_a_runner_with_graphs_gives_the_tokens_without(tmp_path, settings):
     path = str(tiny_llama(tmp_path / "tiny"))
-    expected = tokens_of(runner_of(path, ops="reference"), **SAMPLED)
-    runner = runner_of(path, ops="triton", deterministic=False, graphs=graphs, graph_drafts=1)
+    settings = {"ops": "triton", "deterministic": False, **settings}
+    expected = tokens_of(runner_of(path, **{**settings, "graphs": "none"}), **SAMPLED)
+    runner = runner_of(path, **settings)
     assert runner.plan_memory(SHAPE, 1 << 20).step_bytes > 0
     assert tokens_of(runner, **SAMPLED) == expected
     runner.sleep(1)

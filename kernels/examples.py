@@ -14,6 +14,7 @@ from kernels.largest import triton as largest
 from kernels.launch import Chip, Launch
 from kernels.linear.examples import examples as linear
 from kernels.logits.examples import examples as logits
+from kernels.moe.examples import examples as moe
 from kernels.quantized_rows.examples import examples as quantized_rows
 from kernels.rms_norm import triton as rms_norm
 from kernels.rope import triton as rope
@@ -32,6 +33,7 @@ ROOMS: tuple[Callable[[Shape, Chip, int], Iterator[tuple[str, Launch]]], ...] = 
     logits,
     selection,
     int4,
+    moe,
 )
 """The same of each room that has an examples.py."""
 

@@ -17,6 +17,7 @@ import torch
 
 from kernels.attention.rows import Rows
 from kernels.linear.blocks import Blocks
+from kernels.on_device import OnDevice
 
 V = TypeVar("V")
 Tensor = torch.Tensor
@@ -170,3 +171,5 @@ class Ops(Generic[V]):
     selection: Selection | None
     # seconds spent in compiled kernels so far; 0 where nobody counts
     spent_s: Callable[[], float]
+    # what a step takes besides the pass where nobody waits for the device in it; None: steps are waited for
+    on_device: OnDevice | None = None

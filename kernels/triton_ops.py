@@ -18,13 +18,18 @@ from kernels.largest import triton as largest
 from kernels.launch import interpreted
 from kernels.linear import quantized
 from kernels.linear.blocks import Blocks
+from kernels.logits import triton as logits
 from kernels.media import reference as media
 from kernels.native.build import Unavailable
+from kernels.on_device import OnDevice
 from kernels.ops import Linear, Ops
 from kernels.rms_norm import triton as rms_norm
 from kernels.rope import triton as rope
+from kernels.selection import ranks, sampling
+from kernels.selection.draws import Draws
 from kernels.selection.triton import Selection
 from kernels.silu_mul import triton as silu_mul
+from kernels.states import triton as states
 
 Tensor = torch.Tensor
 
@@ -71,7 +76,21 @@ def triton_ops(device: str, *, deterministic: bool, quantize: str = "none") -> O
         largest=largest.pairs,
         selection=Selection(),
         spent_s=lambda: 0.0,
+        on_device=OnDevice(
+            stage=states.stage,
+            gather=states.gather,
+            append=states.append,
+            pairs=largest.pairs,
+            logits=logits,
+            sample=_sample,
+            weigh=ranks.weigh,
+            top=ranks.top,
+        ),
     )
+
+
+def _sample(x_PV: Tensor, pairs_P2: Tensor, draws: tuple[Tensor, Tensor] | None, cuts: bool) -> Tensor:
+    return sampling.sample(x_PV, pairs_P2, None if draws is None else Draws(*draws), cuts)
 
 
 def _linears(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.attention.rows import Rows
+from kernels.attention.rows import Placed, Rows
 from kernels.ops import MediaTensors
 
 
@@ -25,6 +25,7 @@ class Batch:
     block_table_RB: torch.Tensor  # int32
     logits_at_S: torch.Tensor | None  # int64, flat positions whose hidden states are turned into logits; None: all
     media: MediaTensors | None = None  # what its tokens read of media; None: none does
+    placed: Placed | None = None  # row_starts and context_lens where they lie on the device already
 
     def on(self, device: torch.device) -> Batch:
         """The same on a device; itself where it lies there."""
@@ -44,7 +45,7 @@ class Batch:
 
     def rows(self, block_size: int) -> Rows:
         """What attention reads of it."""
-        return Rows(self.row_starts, self.context_lens, self.block_table_RB, block_size)
+        return Rows(self.row_starts, self.context_lens, self.block_table_RB, block_size, self.placed)
 
     def sampled(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """The hidden states [S, D] of the positions that give logits."""

@@ -126,11 +126,26 @@ class Multimodal:
         """
         if not self._rows:
             return batch
-        positions_T = batch.positions_T.numpy()
+        media = self.read(spans, batch.row_starts, batch.positions_T.numpy())
+        return batch if media is None else replace(batch, media=media)
+
+    def shifts(self, spans: Sequence[Span]) -> list[int] | None:
+        """What the rotary embedding counts more than the place in the row; None where that is not all: see `read`."""
+        shifts: list[int] = []
+        for span in spans:
+            row = self._rows.get(span.row)
+            layout = row.layout if row is not None else None
+            if layout is not None and span.start < layout.end:
+                return None
+            shifts.append(layout.delta if layout is not None else 0)
+        return shifts
+
+    def read(self, spans: Sequence[Span], row_starts: Sequence[int], positions_T: np.ndarray) -> MediaTensors | None:
+        """What the tokens of the spans read; None where none reads any. Writes positions where they are."""
         inside: list[tuple[slice, np.ndarray]] = []  # tokens, and their positions [3, tokens]
         places: list[np.ndarray] = []
         rows: list[torch.Tensor] = []
-        for span, first in zip(spans, batch.row_starts, strict=False):  # which have one more
+        for span, first in zip(spans, row_starts, strict=False):  # which have one more
             row = self._rows.get(span.row)
             if row is None or row.layout is None:
                 continue
@@ -146,12 +161,11 @@ class Multimodal:
                 places.append(at - span.start + first)
                 rows.append(self._outputs[name][begin:end])
         if not rows:  # text has one position on all axes
-            return batch
+            return None
         positions_3T = np.tile(positions_T, (3, 1))
         for tokens, known_3X in inside:
             positions_3T[:, tokens] = known_3X
-        media = MediaTensors(torch.from_numpy(positions_3T), torch.from_numpy(np.concatenate(places)), torch.cat(rows))
-        return replace(batch, media=media)
+        return MediaTensors(torch.from_numpy(positions_3T), torch.from_numpy(np.concatenate(places)), torch.cat(rows))
 
     def plan_bytes(self, shape: CacheShape) -> int:
         """What encoding, outputs and the rows of a batch take at most.

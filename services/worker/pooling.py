@@ -44,6 +44,11 @@ class Pooler:
         """The row holds no request any more."""
         self._sums.pop(row, None)
 
+    @property
+    def held(self) -> bool:
+        """Whether any row carries a sum: it wants the hidden states of every step."""
+        return bool(self._sums)
+
     def clear(self) -> None:
         """No row holds a request any more."""
         self._sums.clear()

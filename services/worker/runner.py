@@ -18,6 +18,8 @@ from services.common.logs import Log
 from services.worker import graphs
 from services.worker.cache import KVCache
 from services.worker.config import WorkerSettings
+from services.worker.device_states import table_bytes
+from services.worker.device_steps import DeviceSteps
 from services.worker.devices import find, memory_of, use
 from services.worker.host_steps import HostSteps
 from services.worker.loading import QUANTIZED, load_model
@@ -57,7 +59,7 @@ class TorchRunner:
         self._model: Decoder | None = None
         self._loaded: LoadedModel | None = None
         self._cache: KVCache | None = None
-        self._steps: HostSteps | None = None
+        self._steps: HostSteps | DeviceSteps | None = None
         self._pooler = Pooler()
         self._media = Multimodal(None, blobs)
 
@@ -121,6 +123,8 @@ class TorchRunner:
         process_bytes = memory.beside(loaded.weight_bytes)
         step_bytes = memory.peak(lambda: trial_step(one_layer, shape, self._settings.logits_rows))
         step_bytes += self._media.plan_bytes(shape) + graphs.planned_bytes(model, shape)
+        if model.ops.on_device is not None:
+            step_bytes += table_bytes(shape)
         memory.give_back()
         free = memory.free()
         wanted = kv_cache_bytes or self._settings.kv_cache_bytes
@@ -152,7 +156,11 @@ class TorchRunner:
         self._pooler.clear()
         self._media.clear()
         beside = (self._pooler, self._media)
-        self._steps = HostSteps(model, self._cache, shape, beside, self._settings.logits_rows)
+        if model.ops.on_device is None:
+            self._steps = HostSteps(model, self._cache, shape, beside, self._settings.logits_rows)
+        else:
+            with torch.inference_mode():  # as what is written to its tables
+                self._steps = DeviceSteps(model, self._cache, shape, beside, self._settings.logits_rows)
 
     def reset(self) -> None:
         """Empties all rows."""

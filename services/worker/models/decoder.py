@@ -71,12 +71,16 @@ class Decoder:
         """
         return self._forward(_given(batch, cache))
 
+    def pairs(self, batch: Batch, cache: KVCache) -> torch.Tensor:
+        """The same as `likeliest`, as kernels.largest writes pairs, without waiting for the device."""
+        return self._likeliest(_given(batch, cache))
+
     def likeliest(self, batch: Batch, cache: KVCache) -> tuple[list[int], list[float]]:
         """For every token of the batch the one with the largest logit behind it, and that logit.
 
         The same as `forward`, `logits` and an argmax, without anything in between that is kept.
         """
-        pairs_T2 = self._likeliest(_given(batch, cache)).cpu().numpy()
+        pairs_T2 = self.pairs(batch, cache).cpu().numpy()
         return pairs_T2.view(np.int32)[:, 0].tolist(), pairs_T2[:, 1].tolist()
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:

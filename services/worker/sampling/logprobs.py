@@ -32,12 +32,13 @@ def candidates(
     values_NK, top_ids_NK = selection.top(logits_NV, most)
     values, top_ids = values_NK.tolist(), top_ids_NK.tolist()
     return [
-        first + _ranked(top_ids[row][:top], values[row], totals[row])
+        first + ranked(top_ids[row][:top], values[row], totals[row])
         for row, (first, top) in enumerate(zip(lists, tops, strict=True))
     ]
 
 
-def _ranked(ids: list[int], values: list[float], total: float) -> tuple[Candidate, ...]:
+def ranked(ids: list[int], values: list[float], total: float) -> tuple[Candidate, ...]:
+    """The likeliest of a row in order, of which equals share a rank; `total` is the log of the sum of exponentials."""
     entries: list[Candidate] = []
     for place, token in enumerate(ids):
         equal = place > 0 and values[place] == values[place - 1]

@@ -86,8 +86,10 @@ def _gather(
         tl.store(contexts + number, begin + count)
 
 
-@triton.jit(do_not_specialize=["tokens_row", "length"], do_not_specialize_on_alignment=["spans", "counted"])
-def _append(spans, sampled, raw, edited, tokens, counted, tokens_row, length, BLOCK: tl.constexpr):
+@triton.jit(
+    do_not_specialize=["sampled_step", "tokens_row", "length"], do_not_specialize_on_alignment=["spans", "counted"]
+)
+def _append(spans, sampled, raw, edited, tokens, counted, sampled_step, tokens_row, length, BLOCK: tl.constexpr):
     # One program takes in what one span has sampled.
     span = spans + tl.program_id(0) * 4
     row = tl.load(span).to(tl.int64)
@@ -96,7 +98,7 @@ def _append(spans, sampled, raw, edited, tokens, counted, tokens_row, length, BL
     first = tl.load(span + 3)
     at = tl.arange(0, BLOCK)
     real = (at <= drafts) & (row >= 0)
-    token = tl.load(sampled + first + at, mask=real, other=-1)
+    token = tl.load(sampled + (first + at) * sampled_step, mask=real, other=-1)
     bits = tl.load(raw + (first + at) * 2 + 1, mask=real, other=0x7F800000)
     value = tl.load(edited + (first + at) * 2 + 1, mask=real, other=0).to(tl.float32, bitcast=True)
     found = ((bits & 0x7F800000) != 0x7F800000) & (value > float("-inf"))
@@ -147,6 +149,7 @@ def plan_append(
         edited_P2,
         tokens_RL,
         counted_C,
+        chosen.tokens_P.stride(0),  # of greedy ones they are the places of pairs
         tokens_RL.stride(0),
         tokens_RL.shape[1],
     )

@@ -123,6 +123,15 @@ def test_append(most):
     assert len(set(hand)) > 1
 
 
+def test_tokens_may_be_the_places_of_pairs():
+    ids, _ = tables()
+    pairs = torch.randn(3, 2)
+    pairs.view(torch.int32)[:, 0] = torch.tensor([11, 12, 13], dtype=torch.int32)
+    spans, counted = ints((4, 9, 0, 0), (2, 9, 0, 2)), torch.zeros(2, dtype=torch.int32)
+    triton.append(spans, Chosen(pairs[:, 0].view(torch.int32), pairs, pairs), ids, counted, 0)
+    assert (ids[4, 9].item(), ids[2, 9].item(), counted.tolist()) == (11, 13, [1, 1])
+
+
 def test_a_token_at_the_end_of_the_context_counts_and_has_no_place():
     ids, _ = tables()
     before = ids.clone()

@@ -8,6 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+PART = 128
+"""Logits whose largest, or what they can reach, is known by itself, so that few of a row are looked at again."""
+
 
 class Draws(NamedTuple):
     """How each position's token is drawn, on the device."""
@@ -33,6 +36,12 @@ def cut(wholes, parts, row, vocabulary):
     """Whether the row has cutoffs."""
     low = tl.load(parts + row * 3 + 2)
     return (tl.load(wholes + row * 3 + 2) < vocabulary) | (tl.load(parts + row * 3 + 1) < 1.0) | (low > float("-inf"))
+
+
+@triton.jit
+def free(wholes, parts, row, vocabulary):
+    """Whether no cutoff comes before top_p."""
+    return (tl.load(wholes + row * 3 + 2) >= vocabulary) & (tl.load(parts + row * 3 + 2) == float("-inf"))
 
 
 @triton.jit

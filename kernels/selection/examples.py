@@ -21,10 +21,16 @@ def examples(shape: Shape, chip: Chip, tokens: int) -> Iterator[tuple[str, Launc
         torch.empty(tokens, 3, dtype=torch.float64, device="meta"),
     )
     del chip  # the same blocks for all
-    bound, draw, tokens_P = sampling.plan_draw(x_PV, pairs_P2, draws)
-    yield "sample, bounds", bound
+    (survey, draw), tokens_P = sampling.plan_sample(x_PV, pairs_P2, draws, cuts=False)
+    yield "sample, survey", survey
     yield "sample, draw", draw
+    (survey, _, kept, flat), _ = sampling.plan_sample(x_PV, pairs_P2, draws, cuts=True)
+    yield "sample, survey of cuts", survey
+    yield "sample, kept", kept
+    yield "sample, flat", flat
     weighed, total, _ = ranks.plan_weigh(x_PV, tokens_P)
     yield "weigh, parts", weighed
     yield "weigh, row", total
-    yield "top, order", ranks.plan_order(x_PV)[0]
+    parts, take, _ = ranks.plan_top(x_PV, 20)
+    yield "top, parts", parts
+    yield "top, row", take

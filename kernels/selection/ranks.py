@@ -9,11 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.largest.triton import key_of
+from kernels.largest.triton import key_of, place_of
 from kernels.launch import Launch, power_of_two, rows_of
+from kernels.selection.draws import PART
 
 _BLOCK = 4096
 """Logits of one program: 32 for each thread of four warps."""
+_NOTHING = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # under every key
 
 
 @triton.jit
@@ -46,12 +48,32 @@ def _total(peaks, sums, counts, totals, ranks, blocks, BLOCK_B: tl.constexpr):
 
 
 @triton.jit
-def _order(x, keys, width, x_row, BLOCK: tl.constexpr):
-    # One program writes the keys of BLOCK logits of one row.
+def _parts(x, best, width, x_row, count, PART: tl.constexpr, BLOCK: tl.constexpr):
+    # One program writes the largest key of each PART of BLOCK logits of one row.
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    part = tl.program_id(1) * (BLOCK // PART) + tl.arange(0, BLOCK // PART)
+    at = part[:, None] * PART + tl.arange(0, PART)[None, :]
     number = tl.load(x + row * x_row + at, mask=at < width, other=0.0)
-    tl.store(keys + row * width + at, key_of(number, at), mask=at < width)
+    key = tl.where(at < width, key_of(number, at), _NOTHING)
+    tl.store(best + row * count + part, tl.max(key, 1), mask=part < count)
+
+
+@triton.jit(do_not_specialize=["wanted"])  # one machine code for any number of likeliest
+def _take(x, best, values, ids, wanted, width, x_row, count, PART: tl.constexpr, BLOCK_B: tl.constexpr):
+    # One program takes the first key of one row time after time, and looks for the next in the part that it came from.
+    row = tl.program_id(0).to(tl.int64)
+    at_b = tl.arange(0, BLOCK_B)
+    left = tl.load(best + row * count + at_b, mask=at_b < count, other=_NOTHING)
+    for index in range(wanted):
+        first = tl.max(left, 0)
+        place = place_of(first)
+        tl.store(ids + row * wanted + index, place.to(tl.int64))
+        tl.store(values + row * wanted + index, tl.load(x + row * x_row + place))
+        at = place // PART * PART + tl.arange(0, PART)
+        number = tl.load(x + row * x_row + at, mask=at < width, other=0.0)
+        key = key_of(number, at)
+        second = tl.max(tl.where((at < width) & (key < first), key, _NOTHING), 0)
+        left = tl.where(left == first, second, left)
 
 
 def plan_weigh(x_PV: torch.Tensor, tokens_P: torch.Tensor) -> tuple[Launch, Launch, tuple[torch.Tensor, torch.Tensor]]:
@@ -79,17 +101,25 @@ def weigh(x_PV: torch.Tensor, tokens_P: torch.Tensor) -> tuple[torch.Tensor, tor
     return out
 
 
-def plan_order(x_PV: torch.Tensor) -> tuple[Launch, torch.Tensor]:
-    """The launch, and the keys of all rows: int64."""
+def plan_top(x_PV: torch.Tensor, count: int) -> tuple[Launch, Launch, tuple[torch.Tensor, torch.Tensor]]:
+    """The launches, and values and ids of the `count` first of each row."""
     rows, width = x_PV.shape
-    keys_PV = torch.empty(rows, width, dtype=torch.int64, device=x_PV.device)
-    given = (x_PV, keys_PV, width, x_PV.stride(0))
-    return Launch(_order, (rows, -(-width // _BLOCK)), given, {"BLOCK": _BLOCK}), keys_PV
+    count = min(count, width)
+    parts = -(-width // PART)
+    best_PB = torch.empty(rows, parts, dtype=torch.int64, device=x_PV.device)
+    values_PK = torch.empty(rows, count, dtype=torch.float32, device=x_PV.device)
+    ids_PK = torch.empty(rows, count, dtype=torch.int64, device=x_PV.device)
+    sizes = (width, x_PV.stride(0), parts)
+    blocks = {"PART": PART, "BLOCK": _BLOCK}
+    first = Launch(_parts, (rows, -(-width // _BLOCK)), (x_PV, best_PB, *sizes), blocks)
+    blocks = {"PART": PART, "BLOCK_B": power_of_two(parts)}
+    second = Launch(_take, (rows,), (x_PV, best_PB, values_PK, ids_PK, count, *sizes), blocks)
+    return first, second, (values_PK, ids_PK)
 
 
 def top(x_PV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Values, float32, and ids, int64, of the `count` first of each row: larger ones first, then lower ids."""
-    launch, keys_PV = plan_order(rows_of(x_PV))
-    launch.run()
-    ids_PK = 0x7FFFFFFF - (torch.topk(keys_PV, min(count, x_PV.shape[1])).values & 0x7FFFFFFF)
-    return x_PV.gather(-1, ids_PK), ids_PK
+    first, second, out = plan_top(rows_of(x_PV), count)
+    first.run()
+    second.run()
+    return out

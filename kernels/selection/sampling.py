@@ -16,30 +16,40 @@ import triton
 import triton.language as tl
 
 from kernels.launch import Launch, power_of_two, rows_of
-from kernels.selection.cutoffs import draw_among_kept
-from kernels.selection.draws import Draws, best_of, cut, drawn, scaled
-from kernels.selection.noise import bits_of_noise, most_noise, noise
+from kernels.selection.cutoffs import plan_cutoffs
+from kernels.selection.draws import PART, Draws, best_of, cut, drawn, free, scaled
+from kernels.selection.noise import UNIT, bits_of_noise, noise, reach, reached
 
 _BLOCK = 2048
 """Logits of one program: 16 for each thread of four warps, with the registers that 64-bit noise takes."""
-_PART = 256
-"""Logits that one bound stands for, and that are looked at together: what one winner costs in exact noise, which is
-two float64 logarithms each."""
 _SLACK = tl.constexpr(1e-3)  # much more than a bound is off: rounding of numbers up to 45
 
 
 @triton.jit
-def _bound(x, pairs, wholes, parts, peaks, width, x_row, count, BLOCK: tl.constexpr, PART: tl.constexpr):
-    # One program bounds scaled logit and noise of BLOCK logits of one row that has no cutoffs, PART by PART.
+def _survey(
+    x, pairs, wholes, parts, peaks, masses, width, x_row, count,
+    PART: tl.constexpr, BLOCK: tl.constexpr, CUTS: tl.constexpr,
+):  # fmt: skip
+    # One program reads BLOCK logits of one row and writes of each PART of them what scaled logit and noise can reach,
+    # or where the row has cutoffs the largest scaled logit, and the mass if top_p alone needs it.
     row = tl.program_id(0).to(tl.int64)
-    if drawn(pairs, wholes, row) & ~cut(wholes, parts, row, width):
-        part = tl.program_id(1) * (BLOCK // PART) + tl.arange(0, BLOCK // PART)
-        at = part[:, None] * PART + tl.arange(0, PART)[None, :]
-        number = tl.load(x + row * x_row + at, mask=at < width, other=float("-inf"))
-        times = 1.0 / tl.load(parts + row * 3).to(tl.float32)
-        high = bits_of_noise(tl.load(wholes + row * 3 + 1), at) >> 21
-        most = (number - best_of(pairs, row)) * times + most_noise(high.to(tl.uint32))
-        tl.store(peaks + row * count + part, tl.max(most, 1), mask=part < count)
+    if not drawn(pairs, wholes, row):
+        return
+    part = tl.program_id(1) * (BLOCK // PART) + tl.arange(0, BLOCK // PART)
+    at = part[:, None] * PART + tl.arange(0, PART)[None, :]
+    to = row * count + part
+    number = tl.load(x + row * x_row + at, mask=at < width, other=float("-inf")) - best_of(pairs, row)
+    temperature = tl.load(parts + row * 3).to(tl.float32)
+    if cut(wholes, parts, row, width):
+        if CUTS:
+            most = tl.max(number, 1)
+            tl.store(peaks + to, tl.div_rn(most, tl.zeros_like(most) + temperature), mask=part < count)
+            if free(wholes, parts, row, width):
+                value = tl.div_rn(number, tl.zeros_like(number) + temperature).to(tl.float64)
+                tl.store(masses + to, tl.sum(tl.exp(value), 1), mask=part < count)
+    else:
+        most = tl.max(reach(number * (UNIT / temperature), tl.load(wholes + row * 3 + 1), at), 1)
+        tl.store(peaks + to, reached(most), mask=part < count)
 
 
 @triton.jit
@@ -69,32 +79,39 @@ def _draw(x, pairs, wholes, parts, peaks, tokens, width, x_row, count, PART: tl.
     tl.store(tokens + row, token)
 
 
-def plan_draw(x_PV: torch.Tensor, pairs_P2: torch.Tensor, draws: Draws) -> tuple[Launch, Launch, torch.Tensor]:
-    """The launches of rows without cutoffs, and the tokens of all rows: int32; of rows with cutoffs their likeliest."""
+def plan_sample(
+    x_PV: torch.Tensor, pairs_P2: torch.Tensor, draws: Draws, cuts: bool
+) -> tuple[tuple[Launch, ...], torch.Tensor]:
+    """The launches in order, and the tokens: int32."""
     rows, width = x_PV.shape
-    block = min(_BLOCK, power_of_two(width, _PART))
-    count = -(-width // _PART)
-    peaks_PB = torch.empty(rows, count, dtype=torch.float32, device=x_PV.device)
+    count = -(-width // PART)
     tokens_P = torch.empty(rows, dtype=torch.int32, device=x_PV.device)
-    given, sizes = (x_PV, pairs_P2, *draws), (width, x_PV.stride(0), count)
-    constants = {"BLOCK": block, "PART": _PART}
-    bound = Launch(_bound, (rows, -(-width // block)), (*given, peaks_PB, *sizes), constants)
-    constants = {"PART": _PART, "BLOCK_B": power_of_two(count)}
-    return bound, Launch(_draw, (rows,), (*given, peaks_PB, tokens_P, *sizes), constants), tokens_P
+    masses_PB: torch.Tensor | None = None
+    among_kept: tuple[Launch, ...] = ()
+    if cuts:
+        peaks_PB, masses_PB, among_kept = plan_cutoffs(x_PV, pairs_P2, draws, tokens_P)
+    else:
+        peaks_PB = torch.empty(rows, count, dtype=torch.float32, device=x_PV.device)
+    given, sizes = (x_PV, pairs_P2, *draws, peaks_PB), (width, x_PV.stride(0), count)
+    constants = {"PART": PART, "BLOCK": _BLOCK, "CUTS": cuts}
+    survey = Launch(_survey, (rows, -(-width // _BLOCK)), (*given, masses_PB, *sizes), constants)
+    constants = {"PART": PART, "BLOCK_B": power_of_two(count)}
+    return (survey, Launch(_draw, (rows,), (*given, tokens_P, *sizes), constants), *among_kept), tokens_P
 
 
 def sample(x_PV: torch.Tensor, pairs_P2: torch.Tensor, draws: Draws | None, cuts: bool) -> torch.Tensor:
     """Tokens, int32 [P], without waiting for them.
 
     x_PV float32 logits; pairs_P2 of kernels.largest: place and value of each row's largest; draws None: all greedy;
-    cuts: whether any row has cutoffs. Where a row's largest is not finite its token is that place.
+    cuts: whether any row has cutoffs. A row whose largest is not finite gets that place.
+    Raises ValueError for other logits.
     """
+    if x_PV.dtype != torch.float32:
+        raise ValueError(f"logits are sampled in float32, and x_PV is {x_PV.dtype}")
     if draws is None:
         return pairs_P2[:, 0].view(torch.int32)
     x_PV = rows_of(x_PV)
-    bound, draw, tokens_P = plan_draw(x_PV, pairs_P2, draws)
-    bound.run()
-    draw.run()
-    if cuts:
-        draw_among_kept(x_PV, pairs_P2, draws, tokens_P)
+    launches, tokens_P = plan_sample(x_PV, pairs_P2, draws, cuts)
+    for launch in launches:
+        launch.run()
     return tokens_P

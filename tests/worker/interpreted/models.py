@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import random
 from typing import Any
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
-from kernels.ops import Cut
-from kernels.selection.noise import bits_of_noise, noise
-from kernels.selection.triton import Selection
 from services.worker.loading import load_model
 from services.worker.runner import TorchRunner
-from services.worker.sampling import noise as noise_of_torch
-from services.worker.sampling.draw import Drawing
 from tests.worker import tiny
 from tests.worker.columns import request, run, step
 from tests.worker.flat import Sequences
@@ -57,71 +48,6 @@ def test_a_tiny_model_gives_the_tokens_of_the_reference(tmp_path, sampling, dete
     assert [len(tokens) for tokens in expected.values()] == [5, 5]
     assert len({*expected[0], *expected[1]}) > 2
     assert tokens_of(runner_of(path, ops="triton", deterministic=deterministic), **sampling) == expected
-
-
-def random_cuts(x_NV: torch.Tensor, rng: random.Random) -> list[Cut]:
-    """One for each row but the second."""
-    vocab = x_NV.shape[1]
-    return [
-        Cut(
-            row,
-            best,
-            key=rng.getrandbits(64) - 2**63,
-            temperature=rng.choice([0.5, 1.0, 2.0]),
-            top_k=rng.choice([0, 0, 1, 5, vocab - 1]),
-            top_p=rng.choice([0.3, 0.9, 0.999, 1.0]),
-            min_p=rng.choice([0.0, 0.0, 0.05, 0.5]),
-        )
-        for row, best in enumerate(x_NV.amax(1).tolist())
-        if row != 1
-    ]
-
-
-@pytest.mark.parametrize(
-    ("rows", "vocab", "spread"),
-    [(6, 700, 0.25), (5, 5000, 4.0), *(pytest.param(*more, marks=slow) for more in ((60, 24, 4.0), (20, 6000, 0.25)))],
-)
-def test_what_is_chosen_is_what_torch_chooses(rows, vocab, spread):
-    """Multiples of 1/8, so that many are equal, and a flat distribution that the first candidates do not settle."""
-    numbers = torch.Generator().manual_seed(vocab)
-    x_NV = (torch.randn(rows, vocab, generator=numbers) * spread * 8).round() / 8
-    x_NV[0, ::3] = -torch.inf
-    ours, torchs = Selection(), Drawing(vocab, torch.device("cpu"))
-    cuts = random_cuts(x_NV, random.Random(vocab))
-    assert ours.draw(x_NV.clone(), cuts) == torchs.draw(x_NV.clone(), cuts)
-    whole = [cut._replace(top_k=0, top_p=1.0, min_p=0.0) for cut in cuts]
-    assert ours.draw(x_NV.clone(), whole) == torchs.draw(x_NV.clone(), whole)
-    assert ours.largest(x_NV) == torchs.largest(x_NV)
-    for found, expected in zip(ours.top(x_NV, 17), torchs.top(x_NV, 17), strict=True):
-        assert torch.equal(found, expected)
-    tokens = torch.randint(0, vocab, (rows,), generator=numbers).tolist()
-    (totals, ranks), (expected_totals, expected_ranks) = ours.weigh(x_NV, tokens), torchs.weigh(x_NV, tokens)
-    assert ranks == expected_ranks
-    torch.testing.assert_close(torch.tensor(totals), torch.tensor(expected_totals), atol=2e-6, rtol=1e-6)
-
-
-def test_noise_is_that_of_the_specification_at_both_ends():
-    keys = torch.arange(4096) * 0x1234567890AB
-    bits, exact, rough = torch.empty(4096, dtype=torch.int64), torch.empty(4096).double(), torch.empty(4096)
-    write_noise[(1,)](keys, bits, exact, rough, BLOCK=4096)
-    ids = torch.arange(4096)
-    assert torch.equal(bits[2:], noise_of_torch.bits(noise_of_torch.counters(ids) + keys)[2:])
-    expected = noise_of_torch.gumbel(keys, ids)
-    torch.testing.assert_close(exact[2:], expected[2:], atol=1e-13, rtol=1e-13)
-    torch.testing.assert_close(rough[2:].double(), expected[2:], atol=1e-4, rtol=1e-5)
-    # The fewest bits and the most: -log(2^-54), and -log(-log(2^-54)).
-    torch.testing.assert_close(exact[:2].tolist(), [54 * math.log(2), -math.log(54 * math.log(2))], rtol=1e-15, atol=0)
-    torch.testing.assert_close(rough[:2].double(), exact[:2], atol=1e-5, rtol=0)
-
-
-@triton.jit
-def write_noise(keys, bits, exact, rough, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    drawn = bits_of_noise(tl.load(keys + at), at)
-    drawn = tl.where(at == 0, 0, tl.where(at == 1, 0x1FFFFFFFFFFFFF, drawn))
-    tl.store(bits + at, drawn)
-    tl.store(exact + at, noise(drawn, tl.float64))
-    tl.store(rough + at, noise(drawn, tl.float32))
 
 
 @slow

@@ -3,6 +3,7 @@
     mathematics ─record▶ program ─passes▶ program ─split▶ pieces ─▶ trace ─▶ compile ─▶ kept on disk
                           (at every start, milliseconds)           (once: seconds)
 
+encoder    an encoder of media as pieces
 ops        the table of ops over symbols: a model's mathematics, recorded when it is loaded
 compiler   compiled pieces: found in this process, on disk, or made
 cache      what is kept on disk, and what it depends on

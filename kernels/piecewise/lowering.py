@@ -19,6 +19,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from kernels import eager
 from kernels.embedding import reference as embedding
+from kernels.media import encoder
 from kernels.media import reference as media
 from kernels.piecewise import opaque
 from kernels.piecewise.pieces import Piece
@@ -131,5 +132,9 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "rms_norm_rows": quantized_rows.rms_norm,
     "add_rms_norm_rows": quantized_rows.add_rms_norm,
     "silu_mul_rows": quantized_rows.silu_mul,
+    "add": torch.add,
+    "layer_norm": encoder.layer_norm,
+    "gelu": encoder.gelu,
+    "rope": rope.rope,
 }
 """What each op of a node is: (inputs, then weights, then constants) -> its outputs."""

@@ -41,7 +41,8 @@ def piecewise_ops(
     """
     table: Ops[Symbol] = replace(
         cast(Any, base),  # each of its fields over tensors is replaced
-        prepare_linear=partial(_prepare, base),
+        prepare_linear=partial(_prepare, base.prepare_linear),
+        prepare_product=partial(_prepare, base.prepare_product),
         compile=partial(_Pass, base, hooks or Hooks(), compiler, passes),
         compile_rows=partial(_compile_rows, base),
         embedding=embedding,
@@ -73,8 +74,10 @@ class Linear:
         product: Any = self.product
         return int(product.nbytes)
 
-    def __call__(self, x: Symbol) -> Symbol:
-        """The product for every row of x."""
+    def __call__(self, x: Any) -> Any:
+        """The product for every row of x, a symbol; or of a tensor, where nothing is recorded."""
+        if isinstance(x, Tensor):
+            return self.product(x)
         kind = Kind((*x.kind.shape[:-1], self._outputs), x.kind.dtype)
         plain = self.product if isinstance(self.product, linear.Linear) else None
         if plain is None:
@@ -163,8 +166,12 @@ def record(mathematics: Callable[[Step[Symbol]], Symbol]) -> Program:
     return recorder.finish(mathematics(Step(ids, positions, axes, None, attend)))
 
 
-def _prepare(base: Ops[Tensor], weight_OI: Tensor | Blocks, bias_O: Tensor | None) -> Linear:
-    return Linear(base.prepare_linear(weight_OI, bias_O), weight_OI.shape[0])
+def _prepare(
+    prepare: Callable[[Tensor | Blocks, Tensor | None], Product[Tensor]],
+    weight_OI: Tensor | Blocks,
+    bias_O: Tensor | None,
+) -> Linear:
+    return Linear(prepare(weight_OI, bias_O), weight_OI.shape[0])
 
 
 class _Pass:
@@ -182,10 +189,10 @@ class _Pass:
         variants: list[tuple[range, Parts]] = []
         for tokens in ranges(passes, MOST_TOKENS):
             parts = split(apply(passes, program, tokens))
-            variants.append((tokens, tuple(_ready(part, base, hooks, compiler) for part in parts)))
+            variants.append((tokens, tuple(ready(part, base, hooks, compiler) for part in parts)))
         beyond = range(MOST_TOKENS + 1, sys.maxsize)
         plain = split(apply(passes, program, beyond))
-        variants.append((beyond, tuple(_ready(part, base, Hooks(), None) for part in plain)))
+        variants.append((beyond, tuple(ready(part, base, Hooks(), None) for part in plain)))
         self.listing = "\n".join(_listing(tokens, parts) for tokens, parts in variants[:-1])
         self._inner = base.compile(Runner(variants, program.output, base, hooks))
 
@@ -198,7 +205,8 @@ class _Pass:
         return self._inner(given)
 
 
-def _ready(part: Piece | Barrier, base: Ops[Tensor], hooks: Hooks, compiler: Make | None) -> Ready | Barrier:
+def ready(part: Piece | Barrier, base: Ops[Tensor], hooks: Hooks, compiler: Make | None) -> Ready | Barrier:
+    """What runs a part."""
     if isinstance(part, Barrier):
         return part
     compiled = None if compiler is None else compiler(part)

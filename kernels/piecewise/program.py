@@ -20,8 +20,9 @@ Tensor = torch.Tensor
 Shape = tuple[int | None, ...]
 """None is the number of tokens."""
 
-BARRIERS = frozenset(("attend", "replace_rows", "add_rows"))
-"""Ops that run between pieces: they read rows, the cache and media of the step, which no compiler sees."""
+BARRIERS = frozenset(("attend", "replace_rows", "add_rows", "attend_frames", "join", "stack"))
+"""Ops that run between pieces: they read rows, the cache, media or frames, which no compiler sees, or change how many
+rows there are, which is one number in a piece."""
 IDS, POSITIONS, AXES = range(3)
 """The values that a step brings: ids_T, positions_T and positions_3T."""
 

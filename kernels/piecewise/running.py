@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from kernels.media import encoder
 from kernels.ops import Ops, Step
 from kernels.piecewise.pieces import Barrier, Piece
 from kernels.piecewise.program import AXES, IDS, POSITIONS, Node
 from kernels.quantized_rows.reference import QuantizedRows
+from kernels.rope import reference as rope
 
 Tensor = torch.Tensor
 Call = Callable[..., Sequence[Tensor]]
@@ -67,6 +69,10 @@ def _table(base: Ops[Tensor]) -> dict[str, Callable[[Node, list[Tensor]], Any]]:
         "linear": lambda node, inputs: node.product(*inputs),
         "opaque": lambda node, inputs: node.product(*inputs),
         "multiply": multiply,
+        "add": by(torch.add),
+        "layer_norm": by(encoder.layer_norm),
+        "gelu": by(encoder.gelu),
+        "rope": by(rope.rope),
     }
     if base.name != "triton":
         return table
@@ -110,20 +116,18 @@ class Runner:
         self._variants = tuple(variants)
         self._output = output
         self._place = hooks.place
-        self._between = {"replace_rows": base.replace_rows, "add_rows": base.add_rows}
+        self._media = {"replace_rows": base.replace_rows, "add_rows": base.add_rows}
 
     def __call__(self, step: Step[Tensor]) -> Tensor:
         """The program's result for the tokens of a step."""
-        values = {IDS: step.ids_T, POSITIONS: step.positions_T, AXES: step.positions_3T}
-        for part in self._parts(len(step.ids_T)):
-            if isinstance(part, Barrier):
-                self._pass_barrier(part, step, values)
-                continue
-            piece = part.piece
-            arguments = [values.pop(value) if value in piece.released else values[value] for value in piece.inputs]
-            made = part.run(*arguments, *piece.weights)
-            values.update(zip(piece.outputs, made, strict=True))
-        return values[self._output]
+
+        def between(node: Node, inputs: list[Tensor]) -> Tensor:
+            if node.op == "attend":
+                return self._place(step.attend(node.constants[0], *inputs))
+            return self._place(self._media[node.op](inputs[0], step.media, node.constants[0]))
+
+        given = {IDS: step.ids_T, POSITIONS: step.positions_T, AXES: step.positions_3T}
+        return run_parts(self._parts(len(step.ids_T)), given, between)[self._output]
 
     def _parts(self, tokens: int) -> Parts:
         for variant, parts in self._variants:
@@ -131,11 +135,23 @@ class Runner:
                 return parts
         raise ValueError(f"a step of {tokens} tokens is larger than any that pieces were made for")
 
-    def _pass_barrier(self, barrier: Barrier, step: Step[Tensor], values: dict[int, Tensor]) -> None:
-        node = barrier.node
-        inputs = [values.pop(value) if value in barrier.released else values[value] for value in node.inputs]
-        if node.op == "attend":
-            made = step.attend(node.constants[0], *inputs)
+
+def run_parts(
+    parts: Parts, values: dict[int, Tensor], between: Callable[[Node, list[Tensor]], Tensor]
+) -> dict[int, Tensor]:
+    """Runs pieces, and `between` for what stands between them; values are let go where they are read last."""
+    for part in parts:
+        if isinstance(part, Barrier):
+            values[part.node.outputs[0]] = between(part.node, _take(values, part.node.inputs, part.released))
         else:
-            made = self._between[node.op](inputs[0], step.media, node.constants[0])
-        values[node.outputs[0]] = self._place(made)
+            piece = part.piece
+            made = part.run(*_take(values, piece.inputs, piece.released), *piece.weights)
+            values.update(zip(piece.outputs, made, strict=True))
+    return values
+
+
+def _take(values: dict[int, Tensor], wanted: Sequence[int], released: frozenset[int]) -> list[Tensor]:
+    taken = [values[value] for value in wanted]
+    for value in released:
+        del values[value]
+    return taken

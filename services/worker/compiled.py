@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from kernels.media.encoder import Mathematics, Sizes
 from kernels.ops import Ops
+from kernels.piecewise.encoder import EncoderPass
 from kernels.piecewise.ops import piecewise_ops
 from kernels.piecewise.running import Hooks
 from services.common.errors import InvalidArgument
@@ -34,11 +36,16 @@ class Compiled:
             )
         from kernels.piecewise.compiler import Compiler  # what it imports takes a second that others need not wait
 
+        self._ops = ops
         self._compiler = Compiler(device, warn=_log.warning)
 
     def over(self, ops: Ops[torch.Tensor], hooks: Hooks | None = None) -> Ops[Any]:
         """The same ops, whose passes are pieces."""
         return piecewise_ops(ops, hooks, self._compiler)
+
+    def encoder(self, mathematics: Mathematics[Any], sizes: Sizes) -> EncoderPass:
+        """A pass of an encoder of media as pieces. See kernels.media.encoder.Compile."""
+        return EncoderPass(self._ops, self._compiler, mathematics, sizes)
 
     def report(self) -> None:
         """Says in the log what was made."""

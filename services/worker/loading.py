@@ -98,9 +98,7 @@ def load_model(
     # A file of blocks has no type of its own: 16 bits are what it was made of, and bfloat16 has every range.
     own = "bfloat16" if isinstance(source, GgufFile) else config.dtype
     precision = _precision(dtype, quantize, own if place.type == "cuda" else "float32", chosen.name)
-    model, text_memory, vision_memory = _load(config, source, chosen, precision, place)
-    if compiled is not None:
-        compiled.report()
+    model, text_memory, vision_memory = _load(config, source, chosen, precision, place, compiled=compiled)
     return model, LoadedModel(
         architecture=config.architecture,
         vocab_size=config.vocab_size,
@@ -140,6 +138,8 @@ def _load(
     ops: Ops[Any],
     precision: Precision,
     device: torch.device,
+    *,
+    compiled: Compiled | None = None,
 ) -> tuple[Decoder, dict[str, int], dict[str, int]]:
     """The weights in their places, and their bytes by type: of the decoder, and of what encodes media."""
     encoder: VisionEncoder | None = None
@@ -150,10 +150,14 @@ def _load(
             if precision.unpacked and device.type == "cpu":
                 exact = replace(exact, compute=torch.float32, stored=torch.float32)
             vision = load_vision(config.vision, source, ops, exact, device)
-            encoder, memory = VisionEncoder(config.vision, vision), vision.memory
+            compile = None if compiled is None else compiled.encoder
+            encoder, memory = VisionEncoder(config.vision, vision, compile), vision.memory
             source = text_of(source)
         weights = load_weights(config, source, ops, precision, device, threads=threads)
-    return Decoder(config, weights, ops, encoder), weights.memory, memory
+    model = Decoder(config, weights, ops, encoder)
+    if compiled is not None:
+        compiled.report()
+    return model, weights.memory, memory
 
 
 def _with_largest_frame(config: ModelConfig, text_files: Mapping[str, bytes]) -> ModelConfig:

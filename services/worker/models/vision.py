@@ -12,15 +12,16 @@ S learned positions of a side
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from kernels.rope.reference import rope
-from services.worker.layers import LayerNorm, Merger, VisionBlock, VisionWeights
+from kernels.media.encoder import EAGER, Compile, EncoderOps, Patches, Sizes
+from services.worker.layers import Merger, VisionBlock, VisionWeights
 from services.worker.models.config import VisionConfig
 
 _EPS = 1e-6
@@ -51,13 +52,18 @@ class _Frame(NamedTuple):
 class VisionEncoder:
     """Items to embeddings."""
 
-    def __init__(self, config: VisionConfig, weights: VisionWeights) -> None:
+    def __init__(self, config: VisionConfig, weights: VisionWeights, compile: Compile | None = None) -> None:
+        """`compile`: makes a pass of the mathematics; without it they run as they stand."""
         self.config = config
         self.weight_bytes = weights.nbytes
         self.dtype = weights.dtype
         self._weights = weights
         quarter = config.hidden_size // config.num_heads // 4
         self._inv_freq = config.rope_theta ** -(torch.arange(quarter).float() / quarter)  # of each axis
+        mathematics = _Mathematics(config, weights)
+        self._run: Callable[[Patches[torch.Tensor]], torch.Tensor] = partial(mathematics, EAGER)
+        if compile is not None:
+            self._run = compile(mathematics, Sizes(config.hidden_size, 2 * quarter, MOST_PATCHES, self.dtype))
 
     def encode(self, items: Sequence[Item]) -> list[torch.Tensor]:
         """The embeddings [M, P, D] of each item, in its order."""
@@ -99,51 +105,13 @@ class VisionEncoder:
 
     def _forward(self, x_NC: torch.Tensor, frames: Sequence[_Frame]) -> torch.Tensor:
         """The embeddings [M, P, D] of whole frames."""
-        weights, deepstack = self._weights, self.config.deepstack
         sizes = [(frame.height, frame.width) for frame in frames]
         tables = {size: self._tables(*size) for size in set(sizes)}
         positions_NC, cos_NE, sin_NE = (
             torch.cat([tables[size][which] for size in sizes]).to(self.dtype) for which in range(3)
         )
-        x_NC = x_NC + positions_NC
-        parts: list[torch.Tensor] = []
-        for index, block in enumerate(weights.blocks):
-            x_NC = x_NC + self._attention(_norm(x_NC, block.attention_norm), block, cos_NE, sin_NE, frames)
-            x_NC = torch.cat([some_NC + self._mlp(some_NC, block) for some_NC in torch.split(x_NC, MOST_PATCHES)])
-            if index in deepstack:
-                merger = weights.deepstack[deepstack.index(index)]
-                parts.append(_merge(_norm(x_NC.view(-1, self.config.merged * x_NC.shape[1]), merger.norm), merger))
-        normed_NC = _norm(x_NC, weights.merger.norm)
-        whole = _merge(normed_NC.view(-1, self.config.merged * x_NC.shape[1]), weights.merger)
-        return torch.stack([whole, *parts], dim=1)
-
-    def _attention(
-        self,
-        x_NC: torch.Tensor,
-        block: VisionBlock,
-        cos_NE: torch.Tensor,
-        sin_NE: torch.Tensor,
-        frames: Sequence[_Frame],
-    ) -> torch.Tensor:
-        """Every patch attends to those of its frame; frames of one size beside each other go together."""
-        qkv_NXA = torch.unflatten(block.qkv(x_NC), 1, (3 * self.config.num_heads, -1))
-        qk_NXA, v_NHA = torch.split(qkv_NXA, [2 * self.config.num_heads, self.config.num_heads], dim=1)
-        q_NHA, k_NHA = rope(qk_NXA, cos_NE, sin_NE).chunk(2, dim=1)
-        outputs: list[torch.Tensor] = []
-        first = 0
-        for size, run in groupby(frame.patches for frame in frames):
-            last = first + size * sum(1 for _ in run)
-            q_FHLA, k_FHLA, v_FHLA = (
-                torch.unflatten(x_NHA[first:last], 0, (-1, size)).transpose(1, 2) for x_NHA in (q_NHA, k_NHA, v_NHA)
-            )
-            attended_FHLA = F.scaled_dot_product_attention(q_FHLA, k_FHLA, v_FHLA)
-            outputs.append(attended_FHLA.transpose(1, 2).reshape(last - first, -1))
-            first = last
-        return block.output(torch.cat(outputs))
-
-    def _mlp(self, x_NC: torch.Tensor, block: VisionBlock) -> torch.Tensor:
-        approximate = "none" if self.config.exact_gelu else "tanh"
-        return block.down(F.gelu(block.up(_norm(x_NC, block.mlp_norm)), approximate=approximate))
+        attend = partial(_attend, [frame.patches for frame in frames])
+        return self._run(Patches(x_NC, positions_NC, cos_NE, sin_NE, attend))
 
     def _tables(self, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of the patches of a frame, in their order: learned positions [L, C], cos and sin of their angles [L, E]."""
@@ -191,10 +159,59 @@ def _passes(frames: Sequence[_Frame]) -> Iterator[list[_Frame]]:
         yield together
 
 
-def _norm(x_NX: torch.Tensor, by: LayerNorm) -> torch.Tensor:
-    return F.layer_norm(x_NX, x_NX.shape[-1:], by.weight_X, by.bias_X, _EPS)
+class _Mathematics:
+    """The pass itself: symbols or tensors in, symbols or tensors out."""
+
+    def __init__(self, config: VisionConfig, weights: VisionWeights) -> None:
+        self._config = config
+        self._weights = weights
+
+    def __call__(self, ops: EncoderOps[Any], patches: Patches[Any]) -> Any:
+        """The embeddings [M, P, D] of whole frames."""
+        weights, deepstack, merged = self._weights, self._config.deepstack, self._config.merged
+        x_NC = ops.add(patches.x_NC, patches.positions_NC)
+        between: dict[int, Any] = {}
+        for index, block in enumerate(weights.blocks):
+            x_NC = ops.add(x_NC, self._attention(ops, patches, x_NC, block))
+            x_NC = ops.by_parts(partial(self._mlp, ops, block), x_NC, MOST_PATCHES)
+            if index in deepstack:
+                between[index] = x_NC
+        whole_NC = ops.layer_norm(x_NC, *weights.merger.norm, _EPS)
+        parts: list[Any] = []
+        for index, merger in zip(deepstack, weights.deepstack, strict=True):
+            joined = ops.join(between[index], merged)
+            parts.append(_merge(ops, ops.layer_norm(joined, *merger.norm, _EPS), merger))
+        return ops.stack([_merge(ops, ops.join(whole_NC, merged), weights.merger), *parts])
+
+    def _attention(self, ops: EncoderOps[Any], patches: Patches[Any], x_NC: Any, block: VisionBlock) -> Any:
+        heads = self._config.num_heads
+        size = self._config.hidden_size // heads
+        normed_NC = ops.layer_norm(x_NC, *block.attention_norm, _EPS)
+        qk_NXA, v_NHA = ops.split_heads(block.qkv(normed_NC), (2 * heads, heads), size)
+        return block.output(patches.attend(ops.rope(qk_NXA, patches.cos_NE, patches.sin_NE), v_NHA))
+
+    def _mlp(self, ops: EncoderOps[Any], block: VisionBlock, x_NC: Any) -> Any:
+        approximate = "none" if self._config.exact_gelu else "tanh"
+        up_NF = block.up(ops.layer_norm(x_NC, *block.mlp_norm, _EPS))
+        return ops.add(x_NC, block.down(ops.gelu(up_NF, approximate)))
 
 
-def _merge(x_MX: torch.Tensor, merger: Merger) -> torch.Tensor:
+def _attend(patches: Sequence[int], qk_NXA: torch.Tensor, v_NHA: torch.Tensor) -> torch.Tensor:
+    """Every patch attends to those of its frame; frames of one size beside each other go together."""
+    q_NHA, k_NHA = qk_NXA.chunk(2, dim=1)
+    outputs: list[torch.Tensor] = []
+    first = 0
+    for size, run in groupby(patches):
+        last = first + size * sum(1 for _ in run)
+        q_FHLA, k_FHLA, v_FHLA = (
+            torch.unflatten(x_NHA[first:last], 0, (-1, size)).transpose(1, 2) for x_NHA in (q_NHA, k_NHA, v_NHA)
+        )
+        attended_FHLA = F.scaled_dot_product_attention(q_FHLA, k_FHLA, v_FHLA)
+        outputs.append(attended_FHLA.transpose(1, 2).reshape(last - first, -1))
+        first = last
+    return torch.cat(outputs)
+
+
+def _merge(ops: EncoderOps[Any], x_MX: Any, merger: Merger) -> Any:
     """Joined patches [M, U * C] to [M, D]."""
-    return merger.down(F.gelu(merger.up(x_MX)))
+    return merger.down(ops.gelu(merger.up(x_MX), "none"))

@@ -141,10 +141,10 @@ def _count(tokens, pool, lines, tokens_row, width, BLOCK: tl.constexpr):
         prompt = place < tl.load(pool + tl.load(line + _RECORD) + _PROMPT)
         counts = pool + seen
         one = tl.zeros_like(token) + 1
-        of_prompt = tl.atomic_or(counts + token, one, mask=new & prompt)
-        of_output = tl.atomic_add(counts + token, one + 1, mask=new & (prompt == 0))
+        of_prompt = tl.atomic_or(counts + token, one, mask=new & prompt, sem="relaxed")
+        of_output = tl.atomic_add(counts + token, one + 1, mask=new & (prompt == 0), sem="relaxed")
         first = new & (tl.where(prompt, of_prompt, of_output) == 0)
-        tl.atomic_or(counts + width + (place >> 5), one << (place & 31), mask=first)
+        tl.atomic_or(counts + width + (place >> 5), one << (place & 31), mask=first, sem="relaxed")
 
 
 @triton.jit
@@ -169,7 +169,7 @@ def _penalize(x, tokens, pool, lines, x_row, tokens_row, width, BLOCK: tl.conste
         for draft in range(known, length):
             same = token == tl.load(ids + draft)
             times += same.to(tl.int32)
-            first = first & ((same & (draft < place) & (place >= known)) == 0)
+            first = first & ((same & (draft < place)) == 0)  # of equal drafts the first
 
         to = x + tl.load(line + _POSITION) * x_row + token
         number = tl.load(to, mask=valid & first, other=0.0)

@@ -47,7 +47,7 @@ class HostFeatures:
             feature.apply(x_PV, on_host)
 
 
-def random_wishes(rng: random.Random, vocab: int, tokens: Sequence[int], share: float = 0.35) -> dict[str, Any]:
+def random_wishes(rng: random.Random, vocab: int, tokens: Sequence[int], share: float = 0.3) -> dict[str, Any]:
     """Sampling parameters; banned sequences are often about to be completed."""
     some = lambda: tuple(rng.sample(range(vocab), rng.randint(1, min(6, vocab))))  # noqa: E731
     behind = lambda: (*tokens[len(tokens) - rng.randint(0, 3) :], rng.randrange(vocab))  # noqa: E731
@@ -58,16 +58,16 @@ def random_wishes(rng: random.Random, vocab: int, tokens: Sequence[int], share: 
         "logit_bias": lambda: tuple((token, rng.uniform(-100, 100)) for token in (*some(), *some())),
         "allowed_ids": lambda: rng.choice([some(), tuple(range(0, vocab, 2))]),
         "banned_sequences": lambda: (*(behind() for _ in range(3)), some(), some()[:1]),
-        "min_tokens": lambda: rng.randint(1, 12),
-        "eos_ids": some,
-        "stop_ids": some,
     }
-    return {name: choose() for name, choose in choices.items() if rng.random() < share}
+    wishes = {name: choose() for name, choose in choices.items() if rng.random() < share}
+    if rng.random() < 0.6:
+        wishes |= {"min_tokens": rng.randint(1, 8), "eos_ids": some(), "stop_ids": some()}
+    return wishes
 
 
 def random_masks(rng: random.Random, vocab: int, ends: Sequence[int], positions: int) -> list[np.ndarray]:
     """Grammar masks: many ids, few, or nothing but an end."""
-    kinds = (range(0, vocab, 3), rng.sample(range(vocab), min(3, vocab)), ends[:1] or [0])
+    kinds = (range(0, vocab, 3), rng.sample(range(vocab), min(3, vocab)), ends[:1] or [0], ends or [0])
     return list(packed(*(rng.choice(kinds) for _ in range(positions)), vocab_size=vocab))
 
 
@@ -93,6 +93,19 @@ class Rows:
         self.host.add(new)
         self.device.add(new)
 
+    def compare(self, positions: Sequence[DevicePosition]) -> torch.Tensor:
+        """Edits the same logits in both ways; they must be equal to the last bit."""
+        around = torch.full((len(positions), self.vocab + 5), torch.nan)
+        x_PV = around[:, : self.vocab]
+        x_PV.normal_(std=4, generator=self.numbers)
+        x_PV[:, :: self.rng.randint(2, 9)] = -torch.inf
+        expected = x_PV.clone()
+        self.host.apply(expected, positions, self.tokens_RL)
+        self.device.apply(x_PV, positions, self.tokens_RL)
+        assert torch.equal(x_PV, expected), positions
+        assert around[:, self.vocab :].isnan().all()
+        return x_PV
+
     def grow(self, row: int, count: int) -> None:
         """Ids in the place of drafts; few of the vocabulary, so that many come twice."""
         length = self.lengths[row]
@@ -107,26 +120,28 @@ class Rows:
         return [DevicePosition(row, length + ahead, ahead, masks[ahead]) for ahead in range(drafts + 1)]
 
     def step(self, rows: Sequence[int], drafts: int = 0, masks: float = 0.3) -> None:
-        """Edits the same logits in both ways; they must be equal to the last bit. The rows have grown then."""
+        """One position of each row, and up to so many drafts. The rows have grown then."""
         positions = [
             position
             for row in rows
             for position in self.positions(row, self.rng.randint(0, drafts), self.rng.random() < masks)
         ]
-        around = torch.full((len(positions), self.vocab + 5), torch.nan)
-        x_PV = around[:, : self.vocab]
-        x_PV.normal_(std=4, generator=self.numbers)
-        x_PV[:, :: self.rng.randint(2, 9)] = -torch.inf
-        expected = x_PV.clone()
-        self.host.apply(expected, positions, self.tokens_RL)
-        self.device.apply(x_PV, positions, self.tokens_RL)
-        assert torch.equal(x_PV, expected), positions
-        assert around[:, self.vocab :].isnan().all()
+        self.compare(positions)
         for row in rows:
             self.grow(row, self.rng.randint(1, drafts + 1))
 
     def _lay(self, row: int, begin: int, count: int) -> int:
-        ids = [self.rng.randrange(min(self.vocab, 12)) for _ in range(count)]
+        ids = [self.rng.randrange(min(self.vocab, 6)) for _ in range(count)]
         place = self.tokens_RL[row, begin : begin + count]
         place[:] = torch.tensor(ids[: len(place)], dtype=torch.int32)
         return len(place)
+
+
+def check_sequences_longer_than_the_row(kernels: Logits) -> None:
+    """The end of the row before it in the table is nothing that stands before its ids."""
+    rows = Rows(1, 10, 4, kernels, rows=2)
+    rows.put(1, 2, banned_sequences=((7, 3, 4, 5), (3, 4, 6), (4, 4, 8)))
+    rows.tokens_RL[:] = torch.tensor([[0, 0, 7, 7], [3, 4, 7, 3]])
+    x_V = rows.compare([DevicePosition(1, 2)])[0]
+    assert x_V[6] == -torch.inf
+    assert x_V[[5, 7]].isfinite().all()

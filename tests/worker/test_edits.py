@@ -13,7 +13,7 @@ from kernels.logits.record import Asked, pack
 from services.worker.sampling.device import DeviceFeatures, DevicePosition
 from services.worker.sampling.pool import Pool
 from tests.worker.columns import packed, request
-from tests.worker.edits import CPU, Rows
+from tests.worker.edits import CPU, Rows, check_sequences_longer_than_the_row
 
 INF = float("inf")
 
@@ -28,6 +28,10 @@ def test_what_is_edited_is_what_the_host_edits(seed: int, vocab: int) -> None:
         rows.step(rng.sample(range(6), rng.randint(1, 6)), drafts=3)
         if index % 3 == 2:
             rows.put(index % 6, rng.randint(1, 20))
+
+
+def test_a_banned_sequence_may_be_longer_than_the_row() -> None:
+    check_sequences_longer_than_the_row(reference)
 
 
 def features(vocab: int = 10) -> DeviceFeatures:

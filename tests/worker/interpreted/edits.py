@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from kernels.logits import reference, triton
-from tests.worker.edits import Rows
+from services.worker.sampling.device import DevicePosition
+from tests.worker.edits import Rows, check_sequences_longer_than_the_row
 
 slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     ("vocab", "steps"),
-    [(100, 3), *(pytest.param(*more, marks=slow) for more in ((1, 6), (63, 12), (2049, 6), (5000, 6)))],
+    [(63, 12), (2049, 1), *(pytest.param(*more, marks=slow) for more in ((1, 8), (100, 30), (5000, 8)))],
 )
 def test_edits_are_those_of_the_host(vocab, steps):
     """To the last bit, with drafts, masks, and rows that go and come."""
@@ -24,8 +25,12 @@ def test_edits_are_those_of_the_host(vocab, steps):
     for row in range(6):
         rows.put(row, rng.randint(1, 40), rng.randint(0, 5))
     for index in range(steps):
-        rows.step(rng.sample(range(6), 4), drafts=2)
+        rows.step(rng.sample(range(6), 4), drafts=3)
         rows.put(index % 6, rng.randint(1, 20))
+
+
+def test_a_banned_sequence_may_be_longer_than_the_row():
+    check_sequences_longer_than_the_row(triton)
 
 
 def test_a_long_row_is_counted_in_many_parts():
@@ -34,6 +39,13 @@ def test_a_long_row_is_counted_in_many_parts():
     rows.put(0, 300, 350, repetition_penalty=1.3, frequency_penalty=0.1, presence_penalty=-0.3)
     rows.step([0], drafts=1)
     rows.step([0], drafts=1)
+
+
+def test_equal_drafts_weigh_once_where_two_programs_see_them():
+    rows = Rows(6, 40, 700, triton, rows=1)
+    rows.put(0, 100, 410, repetition_penalty=1.3, frequency_penalty=0.1)
+    rows.tokens_RL[0, 510:514] = 39  # 512 places are a program's
+    rows.compare([DevicePosition(0, 510 + drafts, drafts) for drafts in range(5)])
 
 
 def test_counts_are_those_of_the_reference():

@@ -85,8 +85,7 @@ def compile_launch(launch: Launch, target: int) -> Any:
         if aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel, signature, constants, attributes)
-    options = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": launch.fused}
-    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=launch.options)
 
 
 def measure(kernel: str, shape: str, launch: Launch, target: int) -> Figures:

@@ -19,11 +19,15 @@ class Launch(NamedTuple):
     stages: int = 3
     fused: bool = True  # whether a product and a sum may be rounded as one
 
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton compiles and starts it with."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": self.fused}
+
     def run(self) -> None:
         """Starts it on the current device; what it writes is ready in the order of the stream."""
         if all(self.grid):
-            options = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": self.fused}
-            self.kernel[self.grid](*self.given, **self.constants, **options)
+            self.kernel[self.grid](*self.given, **self.constants, **self.options)
 
 
 class Chip(NamedTuple):

@@ -38,7 +38,11 @@ class CompiledInstead(Exception):
 def catch(source, target=None, options=None, **_):
     attributes = {place: each for place, each in source.attrs.items() if each}
     raise CompiledInstead(
-        source.signature, source.constants, attributes, target.arch, options["num_warps"], options["num_stages"]
+        source.signature,
+        source.constants,
+        attributes,
+        target.arch,
+        *(options[name] for name in ("num_warps", "num_stages", "enable_fp_fusion")),
     )
 
 
@@ -55,9 +59,7 @@ def test_triton_binds_what_is_compiled(shape, monkeypatch):
         _ = kernel.device_caches[0]  # Triton looks up its compiler here
         monkeypatch.setattr(kernel, "compile", catch)
         with pytest.raises(CompiledInstead) as tritons:
-            launch.kernel.warmup(
-                *launch.given, grid=launch.grid, **launch.constants, num_warps=launch.warps, num_stages=launch.stages
-            )
+            launch.kernel.warmup(*launch.given, grid=launch.grid, **launch.constants, **launch.options)
         assert ours.value.args == tritons.value.args, name
         count += 1
     assert count > 20

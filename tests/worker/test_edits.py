@@ -104,6 +104,18 @@ def test_rows_that_come_and_go_leave_no_memory_behind() -> None:
     assert device.nbytes == held <= 2 * 40 * 4 * 5200 + 2**18
 
 
+def test_what_is_reserved_suffices_for_rows_with_penalties() -> None:
+    device = DeviceFeatures(5000, CPU, reference)
+    device.reserve(40, 8)
+    held = device.nbytes
+    assert 40 * 4 * 5000 < held < 1.1 * 40 * 4 * 5000
+    for row in range(38):  # the rest is for what the rows ask
+        device.add(request(row, [0], presence_penalty=1.0))
+    positions = [DevicePosition(row, 2) for row in range(38)]
+    device.apply(torch.zeros(38, 5000), positions, torch.zeros(38, 8, dtype=torch.int32))
+    assert device.nbytes == held
+
+
 def test_pieces_of_the_pool_never_overlap() -> None:
     rng = random.Random(3)
     pool = Pool(CPU, 64)

@@ -10,6 +10,7 @@ here waits for the device.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -50,7 +51,7 @@ class _Row:
 class _Order:
     """The lines of one step, flat, and which kernels they need."""
 
-    lines: list[int]
+    lines: array[int]
     masks: list[NDArray[np.uint8]]
     ids: bool = False
     bits: bool = False
@@ -62,7 +63,8 @@ class _Order:
 class DeviceFeatures:
     """Owns what its rows need; a row that asks for nothing costs nothing.
 
-    A row with penalties takes 4 bytes for each id of the vocabulary while it lives, and a bit for each of its places.
+    A row with penalties takes 4 bytes for each id of the vocabulary while it lives, and a bit for each of its places:
+    `reserve` takes them before serving, so that a step asks for no memory.
     """
 
     def __init__(self, vocab_size: int, device: torch.device, kernels: Logits = triton) -> None:
@@ -125,6 +127,19 @@ class DeviceFeatures:
         if row in self._rows:
             self._forget_seen(self._rows[row])
 
+    def reserve(self, rows: int, max_len: int) -> None:
+        """Holds memory for as many rows with penalties, of `max_len` ids. More, or large wishes, make it grow later."""
+        self._pool.reserve(rows * seen_words(self._vocab_size, max_len))
+
+    def warm(self, x_PV: torch.Tensor, tokens_RL: torch.Tensor) -> None:
+        """Starts every kernel once and edits nothing, so that no step waits for their compilation."""
+        line = Line(position=0, row=0, length=0, known=0, record=self._nothing.record)
+        edit = self._edit(_Order(array("q", line), []), x_PV, tokens_RL)
+        self._kernels.edit_ids(edit)
+        self._kernels.forbid_ends(edit, self._kernels.forbid(edit))
+        self._kernels.count(edit, 1)
+        self._kernels.penalize(edit, 1)
+
     def apply(self, x_PV: torch.Tensor, positions: Sequence[DevicePosition], tokens_RL: torch.Tensor) -> None:
         """Edits float32 logits in place. `tokens_RL` is the int32 table of ids, on the same device.
 
@@ -165,7 +180,7 @@ class DeviceFeatures:
             if position.mask is not None and len(position.mask) != size:
                 raise ValueError(f"positions[{index}].mask has {len(position.mask)} bytes, not {size}")
             edited.append((index, position, row))
-        order = _Order([], [])
+        order = _Order(array("q"), [])
         for index, position, row in edited:
             self._add_line(order, index, position, row, max_len)
         return order
@@ -183,7 +198,7 @@ class DeviceFeatures:
             order.most = max(order.most, known - counted)
             order.longest = max(order.longest, length)
         place = -1 if mask is None else len(order.masks)
-        order.lines += (index, position.row, length, known, row.record, place, seen, counted)
+        order.lines.extend((index, position.row, length, known, row.record, place, seen, counted))
         if mask is not None:
             order.masks.append(mask)
 
@@ -208,9 +223,9 @@ class DeviceFeatures:
         """One upload: the lines, then the masks. Pinned memory is torch's, which waits with it until it was read."""
         words, lines = mask_words(self._vocab_size), len(order.lines)
         size = lines + -(-len(order.masks) * words // 2)
-        sent = torch.zeros(size, dtype=torch.int64, pin_memory=self._pinned)
+        sent = torch.empty(size, dtype=torch.int64, pin_memory=self._pinned)
         numbers = sent.numpy()
-        numbers[:lines] = order.lines
+        numbers[:lines] = np.frombuffer(order.lines, np.int64)
         masks_MB = numbers[lines:].view(np.uint8)[: len(order.masks) * words * 4].reshape(-1, words * 4)
         for index, mask in enumerate(order.masks):
             masks_MB[index] = mask

@@ -42,6 +42,11 @@ class Pool:
         self._grow(words)
         return self.take(words)
 
+    def reserve(self, words: int) -> None:
+        """Grows to at least as many words in all."""
+        if words > len(self.words_N):
+            self._grow(words - len(self.words_N))
+
     def give(self, begin: int) -> None:
         """Takes a piece back. Raises KeyError if there is none at `begin`."""
         self._release(begin, self._pieces.pop(begin))
@@ -57,6 +62,7 @@ class Pool:
 
     def _grow(self, least: int) -> None:
         old_N = self.words_N
-        self.words_N = torch.empty(max(2 * len(old_N), len(old_N) + least), dtype=torch.int32, device=old_N.device)
+        size = max(2 * len(old_N), len(old_N) + -(-least // _STEP) * _STEP)
+        self.words_N = torch.empty(size, dtype=torch.int32, device=old_N.device)
         self.words_N[: len(old_N)].copy_(old_N)
         self._release(len(old_N), len(self.words_N))

@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 Kind = Literal["int8", "fp8", "int4"]
 KINDS: tuple[Kind, ...] = ("int8", "fp8", "int4")
 _FP8_FROM = 89
-_GROUP = 32
+GROUP = 32
 """Inputs of a group of 4 bits: nothing is calibrated here, and larger ones lose more (kernels/README.md)."""
 
 
@@ -158,7 +158,7 @@ def prepare(
         return Int4Linear(int4.pack_blocks(on_device), bias_O, deterministic=deterministic)
     floats_OI = (weight_OI.dequantize() if isinstance(weight_OI, Blocks) else weight_OI).to(device)
     if kind == "int4":
-        return Int4Linear(int4.quantize(floats_OI, _GROUP), bias_O, deterministic=deterministic)
+        return Int4Linear(int4.quantize(floats_OI, GROUP), bias_O, deterministic=deterministic)
     linear = RowsLinear(floats_OI, bias_O, kind, deterministic=deterministic)
     if not bool(linear.weight.scale_T.isfinite().all()):
         raise ValueError("some weights are not finite")

@@ -35,6 +35,7 @@ from services.local import demo
 from services.worker.loading import load_model
 from services.worker.models.decoder import Decoder
 from services.worker.step import LoadedModel
+from tests.bench.rounded import ROUNDED, rounded
 from tests.e2e.oracle import english_text
 from tests.worker.flat import Sequences
 
@@ -46,8 +47,12 @@ MODES: dict[str, dict[str, str]] = {
     "int8": {"ops": "native", "dtype": "float32", "quantize": "int8"},
     "float16-kv8": {"ops": "native", "dtype": "float16", "kv_cache_dtype": "int8"},
     "own-kv8": {"ops": "native", "kv_cache_dtype": "int8"},
+    **{mode: {"ops": "reference", "dtype": "float32"} for mode in ROUNDED},
 }
-"""Arguments of load_model. "own" is what the file has: GGUF's blocks, or the type of safetensors."""
+"""Arguments of load_model. "own" is what the file has: GGUF's blocks, or the type of safetensors.
+
+gpu-int8, gpu-fp8 and gpu-int4 are `--quantize` of Triton kernels, with products by their references (rounded.py).
+"""
 EXACT = "float32"
 WINDOW = 256
 """Tokens of one window."""
@@ -114,6 +119,8 @@ def measure(
 def _load(path: Path, mode: str, threads: int) -> tuple[Decoder, LoadedModel, float]:
     begun = time.perf_counter()
     model, facts = load_model(str(path), **MODES[mode], native=NativeOptions(threads=threads))  # type: ignore[arg-type]
+    if mode in ROUNDED:
+        model = rounded(model, ROUNDED[mode])
     return model, facts, time.perf_counter() - begun
 
 

@@ -47,9 +47,10 @@ def test_more_of_them_are():
 
 
 def test_a_sample_compiles_and_spills_nothing():
-    options = ("--shape", "8B", "--target", "90", "--kernel", "add_rms_norm", "--kernel", "attention, decode, split")
+    kernels = ["add_rms_norm", "attention, decode, split", "linear int8, decode, split", "linear int4, decode"]
+    options = ("--shape", "8B", "--target", "90", *(part for kernel in kernels for part in ("--kernel", kernel)))
     found = json.loads(start("kernels.compiled", "--json", *options, interpret=False))
-    assert [each["kernel"] for each in found] == ["add_rms_norm", "attention, decode, split"]
+    assert [each["kernel"] for each in found] == kernels
     for each in found:
         assert each["spilled"] == 0
         assert 0 < each["registers"] <= 255

@@ -8,6 +8,7 @@ steps       whole steps of models of known shapes
 models      those models, with random weights
 rooms       every kernel: its inputs, its reference, its floor
 choosing    the same of kernels that edit logits, choose tokens and keep the table of requests
+replays     graphs, held to the pass without
 case        one kernel with inputs: checked, then timed
 clock       time on the device, and what it can do at most
 """

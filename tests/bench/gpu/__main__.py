@@ -25,7 +25,7 @@ from kernels.examples import launches
 from kernels.graphs.graphed import GraphOptions, with_graphs
 from kernels.launch import Launch, chip_of
 from kernels.shapes import SHAPES, Shape
-from tests.bench.gpu import choosing, models, rooms, steps
+from tests.bench.gpu import choosing, models, replays, rooms, steps
 from tests.bench.gpu.case import Case, Result, check, measure
 from tests.bench.gpu.clock import Ceilings, Clock
 from tests.bench.gpu.rooms import Work
@@ -83,6 +83,8 @@ class Bench:
     def _cases(self) -> Iterator[Case]:
         yield from choosing.cases(self.work())
         yield from rooms.cases(self.work())
+        if self._wanted("graphs"):
+            yield from replays.cases(self.device, toy=self.toy)
 
     def _tried(self, case: Case) -> Result:
         try:

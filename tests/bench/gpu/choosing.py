@@ -222,7 +222,7 @@ def tables(work: Work) -> Iterator[Case]:
             whole = [work.whole(1000, tokens) for _ in range(3)]
             rest = [ints(list(range(tokens + 1))), ints([context] * tokens)]
             columns.append(fill_reference.Columns(*whole, *rest, work.whole(9, tokens, length // PAGE).int()))
-        return (*columns, 1)
+        return (*columns, 1, PAGE)
 
     yield Case(
         f"graphs, fill {count}",

@@ -66,7 +66,8 @@ def _cpu_flags() -> str:
 
 def _sources() -> str:
     """Of the references that a piece is made of, and of what makes it."""
-    files = sorted([*_SOURCES.glob("*/reference.py"), *_SOURCES.glob("piecewise/*.py"), _SOURCES / "eager.py"])
+    others = [_SOURCES / "eager.py", _SOURCES / "media" / "encoder.py"]
+    files = sorted([*_SOURCES.glob("*/reference.py"), *_SOURCES.glob("piecewise/*.py"), *others])
     return digest("".join(path.read_text() for path in files))
 
 

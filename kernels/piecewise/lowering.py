@@ -37,6 +37,7 @@ _HINT = 64
 """Tokens for which loops are cut into threads' shares: some more than one, since most steps have a few rows."""
 OPTIONS: Mapping[str, Any] = {
     "cpp_cache_precompile_headers": False,  # asks the C++ compiler at every load
+    "emulate_precision_casts": True,  # what an op rounds stays rounded where ops are fused, as in the table of tensors
     "cpp.vec_isa_ok": True,  # else a process is started at every load to see whether vector code runs
 }
 """What Inductor is told beside its defaults."""

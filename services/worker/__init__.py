@@ -16,6 +16,7 @@ simulated_text  its text files
 script        what a simulated worker answers, and where it fails
 toy_text      text files for a simulated worker without a folder
 runner        the real runner: a model, its memory, its steps
+first_steps   steps before serving, that compile what has to be
 device_steps  steps on a device, two in flight: the same without waiting for it in between
 device_sampling  what a step samples: parameters up, words down
 device_states  a fixed row for each request on the device, and what the host knows of it

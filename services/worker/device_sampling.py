@@ -35,19 +35,21 @@ class Wish:
     """What one step samples. P is the sum of 1 + drafts over the spans."""
 
     spans: list[Span]
-    positions: list[DevicePosition]
+    lengths_P: NDArray[np.int64]  # ids that stand before each
     wholes_P3: NDArray[np.int64]
     parts_P3: NDArray[np.float64]
     drawn: bool  # whether any is
     cuts: bool  # whether any has cutoffs
-    edits: bool  # whether masks or features may edit any
+    edited: list[DevicePosition]  # all, where masks or features may edit some; else none
     wanted_W: NDArray[np.int64]  # positions with log probabilities
     tops_W: list[int] = field(default_factory=list)  # how many of the likeliest each wants
 
     @property
     def words(self) -> Words:
         """Where the answer lies."""
-        return Words(len(self.positions), len(self.spans), self.edits, len(self.tops_W), max(self.tops_W, default=0))
+        return Words(
+            len(self.lengths_P), len(self.spans), bool(self.edited), len(self.tops_W), max(self.tops_W, default=0)
+        )
 
 
 class Words(NamedTuple):
@@ -111,6 +113,7 @@ class DeviceSampler:
         self._parts_R3 = np.ones((rows, 3), np.float64)
         self._cuts_R = np.zeros(rows, np.bool_)
         self._logprobs: dict[int, int] = {}
+        self._edited: set[int] = set()  # rows whose logits features edit
         self._plain: set[int] = set()  # rows that are greedy, not edited, and want no log probabilities
 
     def add(self, new: NewRow) -> None:
@@ -127,37 +130,47 @@ class DeviceSampler:
         self._cuts_R[row] = not greedy and (top_k < all_of_them or params.top_p < 1 or params.min_p > 0)
         if params.logprobs is not None:
             self._logprobs[row] = params.logprobs
-        elif greedy and not self._features.edits(row):
+        if self._features.edits(row):
+            self._edited.add(row)
+        if greedy and params.logprobs is None and row not in self._edited:
             self._plain.add(row)
 
     def free(self, row: int) -> None:
         """The row holds no request any more."""
         self._features.free(row)
         self._logprobs.pop(row, None)
+        self._edited.discard(row)
         self._plain.discard(row)
 
     def wish(self, spans: list[Span], masked: bool) -> Wish:
         """What spans that sample ask for; `masked`: grammar masks will come for some."""
-        rows = np.array([span.row for span in spans for _ in range(span.drafts + 1)], np.int64)
-        positions = [
-            DevicePosition(span.row, span.end - span.drafts + ahead, ahead)
-            for span in spans
-            for ahead in range(span.drafts + 1)
-        ]
-        wholes_P3 = self._wholes_R3[rows]
-        lengths = np.array([position.length for position in positions], np.uint64)
-        wholes_P3[:, 1] = _keys(self._seeds_R[rows], lengths).view(np.int64)
-        wanted = [
-            (index, top) for index, row in enumerate(rows.tolist()) if (top := self._logprobs.get(row)) is not None
-        ]
+        rows_C = np.array([span.row for span in spans], np.int64)
+        known_C = np.array([span.end - span.drafts for span in spans], np.int64)
+        drafts_C = np.array([span.drafts for span in spans], np.int64)
+        rows_P = np.repeat(rows_C, drafts_C + 1)
+        firsts_C = np.cumsum(drafts_C + 1) - drafts_C - 1
+        ahead_P = np.arange(len(rows_P)) - np.repeat(firsts_C, drafts_C + 1)
+        lengths_P = np.repeat(known_C, drafts_C + 1) + ahead_P
+        wholes_P3 = self._wholes_R3[rows_P]
+        drawn = bool(wholes_P3[:, 0].any())
+        if drawn:
+            wholes_P3[:, 1] = _keys(self._seeds_R[rows_P], lengths_P.astype(np.uint64)).view(np.int64)
+        edited: list[DevicePosition] = []
+        if masked or not self._edited.isdisjoint(rows_C.tolist()):
+            numbers = zip(rows_P.tolist(), lengths_P.tolist(), ahead_P.tolist(), strict=True)
+            edited = [DevicePosition(row, length, ahead) for row, length, ahead in numbers]
+        wanted: list[tuple[int, int]] = []
+        if self._logprobs:
+            tops = [self._logprobs.get(row) for row in rows_P.tolist()]
+            wanted = [(index, top) for index, top in enumerate(tops) if top is not None]
         return Wish(
             spans,
-            positions,
+            lengths_P,
             wholes_P3,
-            self._parts_R3[rows],
-            drawn=bool(wholes_P3[:, 0].any()),
-            cuts=bool(self._cuts_R[rows].any()),
-            edits=masked or any(self._features.edits(span.row) for span in spans),
+            self._parts_R3[rows_P],
+            drawn=drawn,
+            cuts=bool(self._cuts_R[rows_P].any()),
+            edited=edited,
             wanted_W=np.array([index for index, _ in wanted], np.int64),
             tops_W=[top for _, top in wanted],
         )
@@ -180,8 +193,8 @@ class DeviceSampler:
     def chunks(self, wish: Wish, most: int) -> Iterator[Chunk]:
         """The positions, so many at once at most."""
         first = 0
-        for begin in range(0, len(wish.positions), most):
-            end = min(begin + most, len(wish.positions))
+        for begin in range(0, len(wish.lengths_P), most):
+            end = min(begin + most, len(wish.lengths_P))
             beyond = int(np.searchsorted(wish.wanted_W, end))
             yield Chunk(begin, end, first, beyond)
             first = beyond
@@ -192,10 +205,10 @@ class DeviceSampler:
         pairs_P2 = self._ops.pairs(x_PV)
         out.raw_P2[some] = pairs_P2.view(torch.int32)
         raw_PV = x_PV
-        if wish.edits:
+        if wish.edited:
             if chunk.wanted_end > chunk.wanted_begin:
                 raw_PV = x_PV.clone()
-            self._features.apply(x_PV, wish.positions[some], places.tokens_RL)
+            self._features.apply(x_PV, wish.edited[some], places.tokens_RL)
             pairs_P2 = self._ops.pairs(x_PV)
             out.edited_P2[some] = pairs_P2.view(torch.int32)
         draws = None
@@ -270,10 +283,10 @@ def with_masks(wish: Wish, masks: Masks) -> None:
     """Gives the positions of a step their masks, which have come; a row whose result is to be dropped gets none."""
     if not masks:
         return
-    for index, position in enumerate(wish.positions):
+    for index, position in enumerate(wish.edited):
         mask = masks.get(position.row)
         if mask is not None:
-            wish.positions[index] = position._replace(mask=mask[position.drafts])
+            wish.edited[index] = position._replace(mask=mask[position.drafts])
 
 
 def _columns(columns: Sequence[Any], words: Words) -> Columns:

@@ -17,6 +17,7 @@ launched on it before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, NamedTuple
@@ -68,6 +69,7 @@ class DeviceStates:
         blocks_RB = torch.zeros(rows, -(-length // shape.block_size), dtype=torch.int32, device=device)
         self.tables = Tables(tokens_RL, blocks_RB, shape.block_size)
         self._rows: dict[int, Row] = {}
+        self._drafting = False  # whether any row was ever launched with drafts
         self._writes: list[tuple[int, int, int, Int32]] = []  # table, row, begin, values
 
     def add(self, new: NewRow) -> None:
@@ -85,9 +87,10 @@ class DeviceStates:
         self._rows.clear()
         return rows
 
-    def row(self, row: int) -> Row:
-        """The row of a span."""
-        return self._rows[row]
+    def rows(self, spans: Sequence[Span]) -> list[Row]:
+        """The row of each span."""
+        rows = self._rows
+        return [rows[span.row] for span in spans]
 
     def request(self, row: int) -> NewRow | None:
         """The request on the row, as it came."""
@@ -96,11 +99,14 @@ class DeviceStates:
 
     def drafted(self, step: StepInput) -> list[Any]:
         """The steps in flight that have drafts of rows which this one computes."""
+        if not self._drafting:
+            return []
         held = [self._rows.get(row) for row in step.rows.tolist()]
         return [row.drafted for row in held if row is not None and row.drafted is not None]
 
     def lay_drafts(self, step: StepInput) -> None:
         """Puts drafts behind the known ids of their rows, where sampled tokens take their place."""
+        self._drafting |= len(step.draft_ids) > 0
         first = 0
         for row, count in zip(step.rows.tolist(), step.draft_counts.tolist(), strict=False):  # none: no counts
             held = self._rows.get(row)
@@ -123,6 +129,7 @@ class DeviceStates:
 
     def spans(self, step: StepInput) -> tuple[list[Span], list[int]]:
         """What can be computed, and the rows that cannot: no request, or ids or blocks that are not there."""
+        rows = self._rows
         spans: list[Span] = []
         bad: list[int] = []
         columns = (step.rows, step.num_computed, step.num_tokens, step.flags, step.first_writable)
@@ -131,10 +138,12 @@ class DeviceStates:
         size = self.tables.block_size
         with self.lock:
             for row, start, count, flags, writable, drafts in zip(*listed, strict=True):
-                held, end = self._rows.get(row), start + count
+                held, end = rows.get(row), start + count
                 if held is None or end > held.blocks * size:
                     bad.append(row)
-                elif end - drafts == held.known if drafts else end <= held.known:
+                    continue
+                known = held.settled + held.promised
+                if end - drafts == known if drafts else end <= known:
                     spans.append(Span(row, start, end, flags, writable, drafts))
                 else:
                     bad.append(row)

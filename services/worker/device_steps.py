@@ -153,12 +153,18 @@ class DeviceSteps:
 
     def _launch(self, step: StepInput, spans: list[Span], masks: Callable[[], Masks]) -> Launched:
         wishes = int(np.bitwise_or.reduce(step.flags))  # what some row asks for
-        rows = [self._states.row(span.row) for span in spans]
-        asked = [span for span in spans if span.flags & SAMPLES]
+        rows = self._states.rows(spans)
+        asked, asked_rows = spans, rows
+        if not all(span.flags & SAMPLES for span in spans):
+            asked = [span for span in spans if span.flags & SAMPLES]
+            asked_rows = self._states.rows(asked)
         masked = any(span.flags & MASKED for span in asked)
         wish = self._sampler.wish(asked, masked)
         with self._states.lock:
-            takes = [span.end - span.drafts == self._states.row(span.row).known for span in asked]
+            takes = [
+                span.end - span.drafts == row.settled + row.promised
+                for span, row in zip(asked, asked_rows, strict=True)
+            ]
         appends_C4 = _appends(asked, takes)
         batch, places, appended = self._go_up(spans, wish, appends_C4)
         words, out = self._sampler.blank(wish.words)
@@ -184,7 +190,7 @@ class DeviceSteps:
             self._sampler.append(appended, out, self._states.tables.tokens_RL, drafts)
         arriving = self._link.down(words)
         launched = Launched(step, spans, rows, wish, takes, [], dict(found.results), found, (), arriving, self._settle)
-        self._promise(launched)
+        self._promise(launched, asked_rows)
         self._in_flight.append(launched)
         return launched
 
@@ -204,7 +210,8 @@ class DeviceSteps:
             [span.first_writable for span in spans],
             shifts or [0] * len(spans),
         )
-        logits_at = sampling_places(spans)
+        all_of_them = len(wish.lengths_P) == total
+        logits_at = [] if all_of_them else sampling_places(spans)
         writes = self._states.take_writes()
         media = _NO_MEDIA if shifts is not None else self._read_media(spans, starts)
         sent: list[NDArray[Any]] = [writes.writes_W5, writes.values_N, np.array(columns, np.int32).T, appends_C4]
@@ -226,7 +233,7 @@ class DeviceSteps:
             row_starts=tuple(starts),
             context_lens=tuple(contexts),
             block_table_RB=room.table_SB[:count, :held],
-            logits_at_S=None if len(logits_at) == total else logits_at_S,
+            logits_at_S=None if all_of_them else logits_at_S,
             placed=Placed(room.starts_S1[: count + 1], room.contexts_S[:count]),
         )
         places = Places(tables.tokens_RL, (wholes_P3, parts_P3) if wish.drawn else None, wanted_W)
@@ -257,16 +264,17 @@ class DeviceSteps:
             x_PV = self._model.logits(hidden_PD[chunk.begin : chunk.end])
             self._sampler.sample(x_PV, chunk, wish, places, out)
 
-    def _promise(self, launched: Launched) -> None:
-        """What the rows will have once the step is done, as far as the host can know."""
+    def _promise(self, launched: Launched, rows: list[Row]) -> None:
+        """What the rows of the wish will have once the step is done, as far as the host can know."""
+        most = self._states.max_len
         with self._states.lock:
-            for span, takes in zip(launched.wish.spans, launched.takes, strict=True):
-                row, promised = self._states.row(span.row), 0
+            for span, row, takes in zip(launched.wish.spans, rows, launched.takes, strict=True):
+                promised = 0
                 if takes and span.drafts:
                     row.drafted = launched
-                elif takes and row.known < self._states.max_len:
+                elif takes and row.settled + row.promised < most:
                     promised = 1
-                row.promised += promised
+                    row.promised += 1
                 launched.promised.append(promised)
 
     def _settle(self, launched: Launched) -> StepOutput:

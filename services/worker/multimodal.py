@@ -131,6 +131,8 @@ class Multimodal:
 
     def shifts(self, spans: Sequence[Span]) -> list[int] | None:
         """What the rotary embedding counts more than the place in the row; None where that is not all: see `read`."""
+        if not self._rows:
+            return [0] * len(spans)
         shifts: list[int] = []
         for span in spans:
             row = self._rows.get(span.row)

@@ -21,6 +21,7 @@ from services.worker.config import WorkerSettings
 from services.worker.device_states import table_bytes
 from services.worker.device_steps import DeviceSteps
 from services.worker.devices import find, memory_of, use
+from services.worker.first_steps import run_first_steps
 from services.worker.host_steps import HostSteps
 from services.worker.loading import QUANTIZED, load_model
 from services.worker.memory import human, plan_memory
@@ -160,7 +161,9 @@ class TorchRunner:
             self._steps = HostSteps(model, self._cache, shape, beside, self._settings.logits_rows)
         else:
             with torch.inference_mode():  # as what is written to its tables
-                self._steps = DeviceSteps(model, self._cache, shape, beside, self._settings.logits_rows)
+                self._steps = steps = DeviceSteps(model, self._cache, shape, beside, self._settings.logits_rows)
+                if model.device.type != "cpu":  # where kernels are interpreted there is nothing to compile
+                    run_first_steps(steps, shape, model.config.vocab_size)
 
     def reset(self) -> None:
         """Empties all rows."""

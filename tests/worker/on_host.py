@@ -15,6 +15,7 @@ from kernels.states import reference as states
 from services.worker.runner import TorchRunner
 from services.worker.sampling.draw import Drawing
 from services.worker.sampling.order import largest as first_ones
+from services.worker.step import CacheShape
 from tests.worker.columns import SHAPE
 from tests.worker.tiny_llama import runner_of
 
@@ -60,10 +61,14 @@ ON_DEVICE = OnDevice(
 )
 
 
+def on_device(runner: TorchRunner, shape: CacheShape = SHAPE) -> TorchRunner:
+    """The runner, whose steps are as on a device from now on."""
+    assert runner._model is not None
+    runner._model.ops = replace(runner._model.ops, on_device=ON_DEVICE)
+    runner.init_cache(shape)
+    return runner
+
+
 def device_runner_of(model_path: str, **settings: Any) -> TorchRunner:
     """As runner_of, with steps as on a device."""
-    made = runner_of(model_path, **{"ops": "reference", **settings})
-    assert made._model is not None
-    made._model.ops = replace(made._model.ops, on_device=ON_DEVICE)
-    made.init_cache(SHAPE)
-    return made
+    return on_device(runner_of(model_path, **{"ops": "reference", **settings}))

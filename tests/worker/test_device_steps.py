@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from services.worker.device_link import Arriving
 from services.worker.device_steps import DeviceSteps
+from services.worker.first_steps import run_first_steps
 from services.worker.models.decoder import Decoder
 from services.worker.runner import TorchRunner
 from services.worker.step import (
@@ -26,7 +28,7 @@ from services.worker.step import (
 )
 from services.worker.toy_text import VOCAB_SIZE
 from tests.worker.columns import SHAPE, no_masks, packed, request, run, step
-from tests.worker.on_host import device_runner_of
+from tests.worker.on_host import ON_DEVICE, device_runner_of
 from tests.worker.sequences import assert_same, kinds, record, replay
 from tests.worker.tiny_llama import PROMPT, runner_of, tiny_llama
 
@@ -232,3 +234,32 @@ def test_more_tokens_than_the_budget_find_room(host: TorchRunner, device: TorchR
     new = [request(row, range(row, row + 20), temperature=0) for row in range(4)]
     given = step(0, rows, new, blocks={row: range(16 * row, 16 * row + 16) for row in range(4)})
     assert_same([run(device, given)], [run(host, given)])
+
+
+def test_first_steps_run_every_kernel_and_leave_nothing(model_path: str) -> None:
+    runner = device_runner_of(model_path)
+    model, steps = runner._model_of("test")[0], runner._steps
+    assert isinstance(steps, DeviceSteps)
+    before = run(runner, step(0, [(0, 0, 11)], [request(0, PROMPT, temperature=0)]))
+    runner.reset()
+    called: list[str] = []
+
+    def watched(name: str, kernel: Any) -> Any:
+        def run_it(*given: Any) -> Any:
+            called.append(name)
+            return kernel(*given)
+
+        return run_it
+
+    kernels = {name: watched(name, kernel) for name, kernel in ON_DEVICE._asdict().items() if name != "logits"}
+    model.ops = replace(model.ops, on_device=ON_DEVICE._replace(**kernels))
+    runner.init_cache(SHAPE)
+    assert isinstance(runner._steps, DeviceSteps)
+    with torch.inference_mode():
+        run_first_steps(runner._steps, SHAPE, model.config.vocab_size)
+        run_first_steps(runner._steps, replace(SHAPE, max_model_len=4), model.config.vocab_size)
+    assert set(called) == set(kernels)
+    assert called.count("gather") == 16
+    assert run(runner, step(0, [(0, 0, 1)])).results[0].status == ROW_FAILED  # no request is left
+    after = run(runner, step(1, [(0, 0, 11)], [request(0, PROMPT, temperature=0)]))
+    assert after.results == before.results

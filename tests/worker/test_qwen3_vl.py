@@ -23,6 +23,7 @@ from tests.worker.media import (
     runner_of,
 )
 from tests.worker.media import tokens_of as tokens
+from tests.worker.on_host import on_device
 
 COUNT = 8
 """Tokens of an answer."""
@@ -66,8 +67,10 @@ def expected(model: Any, answers: dict[str, list[int]]) -> dict[str, torch.Tenso
     return found
 
 
-@pytest.fixture(scope="module", params=["native", "reference"])
+@pytest.fixture(scope="module", params=["native", "reference", "device"])
 def loaded(folder: Path, request: pytest.FixtureRequest) -> TorchRunner:
+    if request.param == "device":
+        return on_device(runner_of(folder, ALL, ops="reference"), SHAPE)
     return runner_of(folder, ALL, ops=request.param)
 
 

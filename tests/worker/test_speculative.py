@@ -14,6 +14,7 @@ from services.worker.speculative import accept
 from services.worker.step import ROW_FAILED, ROW_NOT_FINITE, ROW_OK, Candidate, NewRow, RowResult
 from services.worker.toy_text import VOCAB_SIZE
 from tests.worker.columns import request, run, step
+from tests.worker.on_host import device_runner_of
 from tests.worker.tiny_llama import PROMPT, runner_of, tiny_llama
 
 COUNT = 30
@@ -26,9 +27,10 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_llama(tmp_path_factory.mktemp("models") / "tiny"))
 
 
-@pytest.fixture(scope="module")
-def runner(model_path: str) -> TorchRunner:
-    return runner_of(model_path)
+@pytest.fixture(scope="module", params=[runner_of, device_runner_of], ids=["host", "device"])
+def runner(model_path: str, request: pytest.FixtureRequest) -> TorchRunner:
+    made: TorchRunner = request.param(model_path)
+    return made
 
 
 def wrong(token: int) -> int:

@@ -74,8 +74,8 @@ def random_cuts(x_NV: torch.Tensor, rng: random.Random) -> list[Cut]:
 @pytest.mark.parametrize(
     ("rows", "vocab", "spread"),
     [
-        (5, 300, 0.25),
-        *(pytest.param(*more, marks=slow) for more in ((5, 5000, 4.0), (60, 24, 4.0), (20, 6000, 0.25))),
+        (3, 300, 0.25),
+        *(pytest.param(*more, marks=slow) for more in ((5, 5000, 4.0), (40, 24, 4.0), (20, 6000, 0.25))),
     ],
 )
 def test_what_is_chosen_is_what_torch_chooses(rows, vocab, spread):

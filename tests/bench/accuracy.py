@@ -22,7 +22,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,8 @@ MODES: dict[str, dict[str, str]] = {
 }
 """Arguments of load_model. "own" is what the file has: GGUF's blocks, or the type of safetensors.
 
-gpu-int8, gpu-fp8 and gpu-int4 are `--quantize` of Triton kernels, with products by their references (rounded.py).
+gpu-int8, gpu-fp8 and gpu-int4 are `--quantize` of Triton kernels, with products by their references (rounded.py);
+their bytes are those of products.
 """
 EXACT = "float32"
 WINDOW = 256
@@ -120,7 +121,8 @@ def _load(path: Path, mode: str, threads: int) -> tuple[Decoder, LoadedModel, fl
     begun = time.perf_counter()
     model, facts = load_model(str(path), **MODES[mode], native=NativeOptions(threads=threads))  # type: ignore[arg-type]
     if mode in ROUNDED:
-        model = rounded(model, ROUNDED[mode])
+        model, weight_bytes = rounded(model, ROUNDED[mode])
+        facts = replace(facts, weight_bytes=weight_bytes)
     return model, facts, time.perf_counter() - begun
 
 

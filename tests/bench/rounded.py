@@ -23,9 +23,12 @@ class Rounded:
         self._kind = kind
         self._bias_O = plain.bias_O
         if kind == "int4":
-            self._weight = QuantizedRows(int4.quantize(plain.weight_OI, GROUP).dequantize(), torch.ones(()))
+            packed = int4.quantize(plain.weight_OI, GROUP)
+            self.nbytes = packed.nbytes
+            self._weight = QuantizedRows(packed.dequantize(), torch.ones(()))
         else:
             rows = quantize_rows(plain.weight_OI, kind)
+            self.nbytes = sum(part.nbytes for part in rows)
             self._weight = QuantizedRows(rows.numbers_TI.float(), rows.scale_T)
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
@@ -38,8 +41,8 @@ class Rounded:
         return y_TO if self._bias_O is None else y_TO + self._bias_O
 
 
-def rounded(model: Decoder, kind: Kind, *, head: bool = True) -> Decoder:
-    """The model with every product rounded, that of its head if so; it must run reference ops."""
+def rounded(model: Decoder, kind: Kind) -> tuple[Decoder, int]:
+    """The model with every product rounded, and bytes of those, its head among them; it must run reference ops."""
     weights = model._weights
     layers = tuple(
         replace(
@@ -51,5 +54,7 @@ def rounded(model: Decoder, kind: Kind, *, head: bool = True) -> Decoder:
         )
         for layer in weights.layers
     )
-    own = replace(weights, layers=layers, head=Rounded(weights.head, kind) if head else weights.head)
-    return Decoder(model.config, own, model.ops)
+    head = Rounded(weights.head, kind)
+    products = [head, *(each for one in layers for each in (one.qkv, one.output, one.gate_up, one.down))]
+    own = replace(weights, layers=layers, head=head)
+    return Decoder(model.config, own, model.ops), sum(product.nbytes for product in products)

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from kernels.native import build
-from tests.bench import accuracy
+from tests.bench import accuracy, rounded
 
 KL, PERPLEXITY = 0.02, 1.02
 """At most, where weights are quantized: nats to float32, and how many times its perplexity."""
+KL_OF_A_SCALE_PER_TOKEN = 0.15
+"""At most, where weights or inputs have one scale for a whole row, or weights are rounded to 4 bits twice."""
 KL_16_BIT, TOP1_16_BIT = 0.001, 0.99
 
 
@@ -43,6 +45,8 @@ def test_every_way_on_a_longer_text(demo_gguf):
     for mode in ("own", "int8"):
         assert figures[mode].kl <= KL
         assert figures[mode].perplexity_ratio <= PERPLEXITY
+    for mode in rounded.ROUNDED:
+        assert 0 < figures[mode].kl <= KL_OF_A_SCALE_PER_TOKEN
 
 
 def test_weights_take_the_bytes_that_their_bits_say(figures):

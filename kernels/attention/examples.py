@@ -8,6 +8,7 @@ import torch
 
 from kernels.attention.rows import Rows
 from kernels.attention.triton import Attention
+from kernels.kv_write.float8 import FLOAT8
 from kernels.launch import Chip, Launch
 from kernels.shapes import Shape, tensor
 
@@ -34,6 +35,15 @@ def examples(shape: Shape, chip: Chip, tokens: int) -> Iterator[tuple[str, Launc
         found, _ = prepared.plan(q, cache[0], cache[1], shape.size**-0.5)
         for index, launch in enumerate(found):
             yield what if index == 0 else "attention, join", launch
+    for what, spans, window in (
+        ("attention, decode, float8", _DECODE, None),
+        ("attention, prefill, float8", _PREFILL, None),
+        ("attention, prefill, float8, window", _PREFILL, 1024),
+    ):
+        rows, q, cache = _step(shape, spans)
+        kept = cache.to(FLOAT8)
+        found, _ = Attention(rows, window, splits=1, chip=chip).plan(q, kept[0], kept[1], shape.size**-0.5)
+        yield what, found[0]
 
 
 def _step(shape: Shape, spans: list[tuple[int, int]]) -> tuple[Rows, torch.Tensor, torch.Tensor]:

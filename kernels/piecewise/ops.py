@@ -210,7 +210,20 @@ def ready(part: Piece | Barrier, base: Ops[Tensor], hooks: Hooks, compiler: Make
     if isinstance(part, Barrier):
         return part
     compiled = None if compiler is None else compiler(part)
-    return Ready(hooks.wrap_piece(part, compiled or uncompiled(part, base)), part)
+    run = uncompiled(part, base) if compiled is None else _given_whole(compiled, len(part.inputs))
+    return Ready(hooks.wrap_piece(part, run), part)
+
+
+def _given_whole(compiled: Call, inputs: int) -> Call:
+    """Compiled code takes inputs without gaps: positions of text on three axes are one row, seen three times.
+
+    Within what is wrapped, so that a graph that records it copies too.
+    """
+
+    def run(*arguments: Tensor) -> Sequence[Tensor]:
+        return compiled(*[x.contiguous() for x in arguments[:inputs]], *arguments[inputs:])
+
+    return run
 
 
 def _listing(tokens: range, parts: Parts) -> str:

@@ -13,7 +13,7 @@ from kernels.dispatch import choose_ops
 from kernels.ops import Attention, MediaTensors, Ops, Step, StepTensors
 from kernels.piecewise.ops import piecewise_ops, record
 from kernels.piecewise.pieces import Barrier, Piece, distinct, split
-from kernels.piecewise.running import Hooks
+from kernels.piecewise.running import Hooks, uncompiled
 
 HEADS, KV, HEAD, HIDDEN, FEED, VOCAB, LAYERS = 4, 2, 8, 24, 20, 37, 4
 Mathematics = Callable[[Step[Any]], Any]
@@ -157,6 +157,24 @@ def test_pieces_are_wrapped_and_what_stands_between_them_is_placed():
     assert len(wrapped) == LAYERS + 1
     assert [tuple(one.shape) for one in memory] == [(5, HEADS * HEAD)] * LAYERS
     assert torch.equal(made, base().compile(small_model(base()))(given(5)))
+
+
+@pytest.mark.parametrize("media", [False, True])
+def test_compiled_pieces_are_given_inputs_without_gaps(media: bool):
+    """Such as positions on three axes that a step of text has once."""
+    ops = base()
+
+    def compiler(piece: Piece) -> Any:
+        run = uncompiled(piece, ops)
+
+        def compiled(*arguments: torch.Tensor) -> Any:
+            assert all(one.is_contiguous() for one in arguments)
+            return run(*arguments)
+
+        return compiled
+
+    made = piecewise_ops(ops, None, compiler).compile(small_model(piecewise_ops(ops), media=True))
+    assert torch.equal(made(given(5, media)), ops.compile(small_model(ops, media=True))(given(5, media)))
 
 
 def test_only_a_product_is_mathematics_of_rows():

@@ -251,10 +251,11 @@ class DeviceSampler:
         if layout.edits:
             left = found.edited_P2[:, 1].view(np.float32) > -np.inf
         logprobs = self._logprobs_of(found, wish)
+        tokens = found.tokens_P.tolist()
+        if not logprobs and left.all() and finite.all():
+            return [Sampled(ROW_OK, token) for token in tokens], found.counted_C.tolist()
         sampled: list[Sampled] = []
-        for index, (token, sound, some) in enumerate(
-            zip(found.tokens_P.tolist(), finite.tolist(), left.tolist(), strict=True)
-        ):
+        for index, (token, sound, some) in enumerate(zip(tokens, finite.tolist(), left.tolist(), strict=True)):
             if not sound:
                 sampled.append(Sampled(ROW_NOT_FINITE, None))
             elif not some:

@@ -290,8 +290,8 @@ class DeviceSteps:
     def _finish(self, launched: Launched) -> StepOutput:
         words = launched.arriving.wait()
         sampled, counted = self._sampler.read(words, launched.wish)
-        results, places = launched.results, iter(range(len(launched.takes)))
-        first = 0
+        results = launched.results
+        first = place = 0
         with self._states.lock:
             for span, row in zip(launched.spans, launched.rows, strict=True):
                 broken = span.end - span.drafts > row.settled
@@ -299,12 +299,12 @@ class DeviceSteps:
                     results[span.row] = RowResult(span.row, row.request.epoch, ROW_FAILED)
                 if not span.flags & SAMPLES:
                     continue
-                place, of_span = next(places), sampled[first : first + span.drafts + 1]
-                first += span.drafts + 1
                 count = 0 if broken else counted[place]
                 self._settle_row(row, launched, place, count)
                 if span.row not in results:
-                    results[span.row] = _result(span, row, of_span[:count] or of_span[:1], taken=count > 0)
+                    results[span.row] = _result(span, row, sampled[first : first + max(1, count)], taken=count > 0)
+                place += 1
+                first += span.drafts + 1
         ordered = tuple([results[row] for row in launched.step.rows.tolist() if row in results])
         found = launched.found
         prompts, pooled = tuple(found.prompts), tuple(found.pooled)
@@ -368,5 +368,5 @@ def _result(span: Span, row: Row, sampled: list[Sampled], *, taken: bool) -> Row
     if not taken:
         return RowResult(span.row, epoch, sampled[0].status or ROW_FAILED)
     tokens = tuple([each.token for each in sampled if each.token is not None])
-    logprobs = tuple(each.logprobs for each in sampled) if sampled[0].logprobs else ()
+    logprobs = tuple([each.logprobs for each in sampled]) if sampled[0].logprobs else ()
     return RowResult(span.row, epoch, ROW_OK, tokens, logprobs)

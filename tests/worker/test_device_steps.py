@@ -56,8 +56,10 @@ def emptied(host: TorchRunner, device: TorchRunner) -> None:
         runner.reset()
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("logits_rows", [256, 3])
+@pytest.mark.parametrize(
+    ("seed", "logits_rows"),
+    [(0, 256), (1, 3), (2, 256), *(pytest.param(seed, 3 + seed, marks=pytest.mark.slow) for seed in range(3, 30))],
+)
 def test_random_sequences_give_what_the_host_gives(
     model_path: str, host: TorchRunner, seed: int, logits_rows: int
 ) -> None:
@@ -69,15 +71,15 @@ def test_random_sequences_give_what_the_host_gives(
 
 def test_the_sequences_have_every_kind_of_end(host: TorchRunner) -> None:
     found, flags, drafts = set[int](), 0, 0
-    for seed in range(4):
+    for seed in range(3):
         host.reset()
         sent, outputs = record(host, seed, 60)
         found |= kinds(outputs)
         drafts += sum(len(each.step.draft_ids) for each in sent)
         flags += sum(bool(output.pooled) + bool(output.prompt_logprobs) for output in outputs)
     assert found == {ROW_OK, ROW_NOT_FINITE, ROW_DROPPED, ROW_FAILED, ROW_NO_TOKEN}
-    assert flags > 5
-    assert drafts > 50
+    assert flags > 3
+    assert drafts > 30
 
 
 def begin(runner: TorchRunner, given: StepInput, masks: Any = no_masks) -> Any:

@@ -27,7 +27,10 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_llama(tmp_path_factory.mktemp("models") / "tiny"))
 
 
-@pytest.fixture(scope="module", params=[runner_of, device_runner_of], ids=["host", "device"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(runner_of, id="host"), pytest.param(device_runner_of, id="device", marks=pytest.mark.slow)],
+)
 def runner(model_path: str, request: pytest.FixtureRequest) -> TorchRunner:
     made: TorchRunner = request.param(model_path)
     return made

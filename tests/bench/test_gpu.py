@@ -45,7 +45,7 @@ def test_a_sample_runs_without_the_wire(tmp_path: Path) -> None:
     found = toy(tmp_path, "--match", "silu_mul, 5", "states, append", "qwen3-0.6b eager")
     assert {each["name"] for each in found["kernels"]} == {"silu_mul, 5", "states, append 3"}
     assert all(each["right"] for each in found["kernels"])
-    assert [step["rows"] for step in found["steps"]] == [1, 3]
+    assert [(step["rows"], step["what"]) for step in found["steps"]] == [(2, "greedy"), (2, "cut"), (2, "beside 8")]
     assert set(found["steps"][0]["parts"]) >= {"gather", "forward", "head", "append"}
     assert all(step["tokens_s"] > 0 and step["floor_s"] >= step["weights_floor_s"] > 0 for step in found["steps"])
     assert found["ceilings"]["bandwidth"] > 0
@@ -56,7 +56,7 @@ def test_all_of_it_runs_and_every_kernel_is_started(tmp_path: Path) -> None:
     found = toy(tmp_path, "--seconds", "1000")
     assert [each for each in found["kernels"] if not each["right"]] == []
     assert found["not_started"] == []
-    assert len(found["steps"]) == 2 * 4 * 2
+    assert len(found["steps"]) == 2 * 6 * 3
 
 
 @pytest.mark.parametrize("window", [None, 20])

@@ -25,10 +25,11 @@ from kernels.examples import launches
 from kernels.graphs.graphed import GraphOptions, with_graphs
 from kernels.launch import Launch, chip_of
 from kernels.shapes import SHAPES, Shape
+from services.worker.compiled import Compiled
 from tests.bench.gpu import choosing, models, replays, rooms, steps
 from tests.bench.gpu.case import Case, Result, check, measure
 from tests.bench.gpu.clock import Ceilings, Clock
-from tests.bench.gpu.rooms import Work
+from tests.bench.gpu.rooms import PAGE, Work
 
 PARTS = ("kernels", "steps")
 _KERNELS = 0.6
@@ -36,9 +37,11 @@ _KERNELS = 0.6
 _TOY = Shape("toy", torch.float16, 64, 4, 2, 16, 96, 200)
 _WAYS: dict[str, dict[str, Any]] = {
     "eager": {},
-    "graphs": {"graphs": True},
-    "graphs, fp8": {"graphs": True, "quantize": "fp8"},
-    "graphs, int8": {"graphs": True, "quantize": "int8"},
+    "graphs": {"graphs": "full"},
+    "graphs, fp8": {"graphs": "full", "quantize": "fp8"},
+    "graphs, int8": {"graphs": "full", "quantize": "int8"},
+    "graphs, int4": {"graphs": "full", "quantize": "int4"},
+    "pieces and graphs": {"graphs": "both", "compiled": True},
 }
 
 
@@ -59,6 +62,11 @@ class Bench:
     def _late(self, part: float = 1.0) -> bool:
         """Whether this part of the time is over."""
         return time.monotonic() > self._begun + part * self._seconds
+
+    @property
+    def complete(self) -> bool:
+        """Whether every case was run."""
+        return not self._match and bool(self.kernels) and not any("out of time" in note for note in self.notes)
 
     def _wanted(self, name: str) -> bool:
         return not self._match or any(word in name for word in self._match)
@@ -100,8 +108,8 @@ class Bench:
 
     def run_steps(self) -> None:
         """Both models at each batch size, in every way."""
-        for name in models.CONFIGS:
-            for how, options in _WAYS.items():
+        for how, options in _WAYS.items():
+            for name in models.CONFIGS:
                 if not self._wanted(f"{name} {how}"):
                     continue
                 if self._late():
@@ -115,21 +123,39 @@ class Bench:
                 finally:
                     self._free()
 
-    def _steps_of(self, name: str, how: str, *, graphs: bool = False, quantize: str = "none") -> None:
+    def _steps_of(
+        self, name: str, how: str, *, graphs: str = "none", quantize: str = "none", compiled: bool = False
+    ) -> None:
         config = models.config_of(name, toy=self.toy)
         dtype = torch.float16 if self.toy else torch.bfloat16
         ops = choose_ops("triton", device=str(self.device), quantize=quantize)
-        ops = with_graphs(ops, GraphOptions("full" if graphs else "none"), self.device)
+        pieces = Compiled(ops, self.device, deterministic=False) if compiled else None
+        ops = with_graphs(ops, GraphOptions(graphs), self.device, None if pieces is None else pieces.over)
         model = models.Maker(config, ops, dtype, self.device).model()
-        sizes, context, count = ((1, 3), 20, 1) if self.toy else ((1, 32, 256), 1024, 30)
+        sizes, context, count = ((2,), 20, 2) if self.toy else ((1, 32, 256), 1024, 30)
         sizes = tuple(rows for rows in sizes if steps.fits(model, rows, context))
-        cache = steps.cache_for(model, max(sizes), context)
-        if graphs:
-            made = model.warm(steps.limits_of(model, cache, max(sizes), context))
-            self.notes.append(f"{name}, {how}: {made.graphs} graphs, {made.bytes / 2**20:.0f} MiB")
+        last = context + count + 2
+        shape = steps.shape_for(model, max(sizes), last)
+        cache = steps.cache_for(model, shape)
+        begun = time.monotonic()
+        made = model.warm(steps.limits_of(cache, shape, last))
+        if graphs != "none":
+            seconds = time.monotonic() - begun
+            self.notes.append(f"{name}, {how}: {made.graphs} graphs, {made.bytes / 2**20:.0f} MiB, {seconds:.1f} s")
+        served = steps.Served(model, cache, shape)
+
+        def note(what: str, rows: int, step_s: float, beside: int = 0, parts: dict[str, float] | None = None) -> None:
+            floors = steps.floors(model, self.ceilings, rows, context, beside)
+            self.steps.append(steps.Figures(name, how, what, rows, context, step_s, *floors, parts or {}))
+
         for rows in sizes:
-            loop = steps.Loop(model, cache, rows, context)
-            self.steps.append(steps.measure(name, how, loop, model, self.clock, self.ceilings, count))
+            parts = steps.Loop(model, cache, rows, context).parts(self.clock) if how == "eager" else None
+            note("greedy", rows, steps.measure(model, served, self.clock, (rows, context, count)), parts=parts)
+        note("cut", rows, steps.measure(model, served, self.clock, (rows, context, count), **steps.CUT))
+        chunk, beside = (8, sizes[-1]) if self.toy else (steps.CHUNK, sizes[min(1, len(sizes) - 1)])
+        first_block = shape.num_blocks - -(-chunk // PAGE)
+        seconds = steps.measure_beside(served, self.clock, beside, context, chunk, first_block)
+        note(f"beside {chunk}", beside, seconds, chunk)
 
     def _free(self) -> None:
         if self.clock.on_gpu:
@@ -167,16 +193,18 @@ def tables(bench: Bench) -> Iterator[str]:
         reached = f" {each.of_floor:7.0%}" if each.of_floor else ""
         yield f"{each.name:52} {each.error:9.1e}{times}{reached}{'' if each.right else f'  WRONG {each.why}'}"
     if bench.steps:
-        yield f"{'steps':26} {'rows':>5} {'ms':>8} {'tokens/s':>9} {'weights ms':>10} {'floor ms':>8}  parts in ms"
+        yield f"{'steps':28} {'':10} {'rows':>4} {'ms':>8} {'tokens/s':>9} {'weights':>8} {'floor ms':>8}  parts in ms"
     for step in bench.steps:
         parts = ", ".join(f"{name} {seconds * 1e3:.3f}" for name, seconds in step.parts.items())
         yield (
-            f"{step.model + ' ' + step.how:26} {step.rows:5} {step.step_s * 1e3:8.3f} {step.tokens_s:9.0f}"
-            f" {step.weights_floor_s * 1e3:10.3f} {step.floor_s * 1e3:8.3f}  {parts}"
+            f"{step.model + ' ' + step.how:28} {step.what:10} {step.rows:4} {step.step_s * 1e3:8.3f}"
+            f" {step.tokens_s:9.0f} {step.weights_floor_s * 1e3:8.3f} {step.floor_s * 1e3:8.3f}  {parts}"
         )
     yield from bench.notes
     right = sum(each.right for each in bench.kernels)
-    yield f"{right} of {len(bench.kernels)} cases are right; kernels not started: {bench.not_started()}"
+    yield f"{right} of {len(bench.kernels)} cases are right"
+    if bench.complete:
+        yield f"kernels that nothing has started: {', '.join(bench.not_started()) or 'none'}"
     yield from aims(bench)
 
 
@@ -197,7 +225,7 @@ def aims(bench: Bench) -> Iterator[str]:
     wanted += [
         ("step of 8 B, one row, within 1.25 reads of the weights", step.weights_floor_s / step.step_s, 1 / 1.25)
         for step in bench.steps
-        if (step.rows, step.model, step.how) == (1, "llama-3-8b", "graphs")
+        if (step.rows, step.model, step.how, step.what) == (1, "llama-3-8b", "graphs", "greedy")
     ]
     for what, found, aim in wanted:
         if found is not None:

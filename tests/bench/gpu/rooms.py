@@ -22,6 +22,8 @@ from kernels.kv_write.triton import kv_write
 from kernels.kv_write.turned import turn_and_write
 from kernels.linear import quantized
 from kernels.linear import reference as linear_reference
+from kernels.moe import reference as moe_reference
+from kernels.moe import triton as moe
 from kernels.ops import Ops
 from kernels.quantized_rows import reference as rows_reference
 from kernels.quantized_rows import triton as rows
@@ -70,6 +72,7 @@ def cases(work: Work) -> Iterator[Case]:
                     yield case
     for tokens in work.products:
         yield from products(work, tokens)
+    yield from experts(work)
     yield from attention(work)
 
 
@@ -323,6 +326,48 @@ def dense_attention(
             score_HQL.masked_fill_(~seen_QL, -torch.inf)
             out[first:last] = torch.einsum("hql,lhd->qhd", score_HQL.softmax(-1), v_LHD)
     return out
+
+
+def experts(work: Work) -> Iterator[Case]:
+    """Grouped products of a mixture: 128 experts of which a token has 8, of a quarter of the feed-forward."""
+    shape, item = work.shape, work.shape.dtype.itemsize
+    count, each = (128, 8) if work.device.type == "cuda" else (5, 2)
+    outputs, inputs = max(16, shape.feed_forward // 4), shape.hidden
+    for tokens in work.products:
+
+        def given(tokens: int = tokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+            chosen = torch.rand(tokens, count, device=work.device).topk(each).indices
+            pairs = moe_reference.sort_by_expert(chosen, count)
+            weight = work.numbers(count, outputs, inputs, scale=inputs**-0.5)
+            return work.numbers(tokens, inputs), weight, pairs.offsets_E1, pairs.tokens_X
+
+        # As many experts as tokens choose among 128 by chance.
+        touched = count * (1 - (1 - each / count) ** tokens)
+        through, operations = tokens * each * (inputs + outputs) * item, 2 * tokens * each * outputs * inputs
+        yield Case(
+            f"experts, {tokens}",
+            given,
+            moe.grouped_product,
+            moe_reference.grouped_product,
+            int(touched * outputs * inputs) * item + through,
+            operations,
+        )
+        for kind in _kinds(work):
+
+            def quantized_rows(given: Any = given, kind: Any = kind) -> Given:
+                x, weight, offsets, rows_X = given()
+                experts = moe_reference.quantize_experts(weight, kind)
+                return rows_reference.quantize_rows(x, kind), experts, offsets, shape.dtype, rows_X
+
+            yield Case(
+                f"experts {kind}, {tokens}",
+                quantized_rows,
+                moe.grouped_rows_product,
+                moe_reference.grouped_rows_product,
+                int(touched * outputs * inputs) + through,
+                operations,
+                bits=8,
+            )
 
 
 def attention(work: Work) -> Iterator[Case]:

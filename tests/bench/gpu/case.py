@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from tests.bench.gpu.clock import Ceilings, Clock
+from tests.bench.gpu.clock import SETS, Ceilings, Clock
 
-_SETS = 8
 Given = tuple[Any, ...]
 
 
@@ -64,7 +63,7 @@ def check(case: Case) -> Result:
 def measure(case: Case, clock: Clock, ceilings: Ceilings) -> tuple[float, float, str]:
     """Seconds, their floor, and how they were measured."""
     wanted = -(-3 * ceilings.cache // max(1, case.moved)) if clock.on_gpu else 1
-    sets = [case.make() for _ in range(max(1, min(_SETS, wanted)))]
+    sets = [case.make() for _ in range(max(1, min(SETS, wanted)))]
     seconds, how = clock.seconds(lambda index: case.run(*sets[index % len(sets)]), recorded=case.recorded)
     return seconds, ceilings.floor_s(case.moved, case.operations, case.bits), how
 

@@ -118,7 +118,8 @@ class Graphed:
         self._dispatcher: Dispatcher | None = None
         self._inputs: Inputs | None = None
         self._cache: torch.Tensor | None = None
-        self._graphs: dict[Choice, Graph] = {}
+        # With what it reads: the memory would be another's once nobody holds it, as what was made of placed rows.
+        self._graphs: dict[Choice, tuple[Graph, StepTensors]] = {}
         self._out: torch.Tensor | None = None  # [most tokens, *what the mathematics gives of one]
 
     def warm(self, limits: Limits | None) -> Warmed:
@@ -161,7 +162,8 @@ class Graphed:
             self._keep(self._shared.pieces.record(choice.tokens, lambda: self._inner(trial)))
             return
         given = inputs.of(choice)
-        self._graphs[choice], _ = self._shared.capture.record(lambda: (self._keep(self._inner(given)),))
+        graph, _ = self._shared.capture.record(lambda: (self._keep(self._inner(given)),))
+        self._graphs[choice] = graph, given
 
     def __call__(self, given: StepTensors) -> torch.Tensor:
         """See kernels.ops.Pass."""
@@ -174,7 +176,7 @@ class Graphed:
         inputs.take(given, choice)
         tokens = len(given.ids_T)
         if choice.mode is Mode.FULL:
-            self._graphs[choice].replay()
+            self._graphs[choice][0].replay()
             assert self._out is not None
             return self._out[:tokens]
         padded = inputs.padded(given, choice)

@@ -70,21 +70,24 @@ class DeviceStates:
         self.tables = Tables(tokens_RL, blocks_RB, shape.block_size)
         self._rows: dict[int, Row] = {}
         self._drafting = False  # whether any row was ever launched with drafts
-        self._writes: list[tuple[int, int, int, Int32]] = []  # table, row, begin, values
+        # By row: table, begin, values. A step that fails leaves its own, which the next request on the row replaces.
+        self._writes: dict[int, list[tuple[int, int, Int32]]] = {}
 
     def add(self, new: NewRow) -> None:
         """Puts a request on its row, without blocks."""
         self._rows[new.row] = Row(new, len(new.tokens))
-        self._writes.append((TOKENS, new.row, 0, new.tokens))
+        self._writes[new.row] = [(TOKENS, 0, new.tokens)]
 
     def free(self, row: int) -> None:
         """The row holds no request any more."""
         self._rows.pop(row, None)
+        self._writes.pop(row, None)
 
     def clear(self) -> list[int]:
         """Frees all rows; returns those that held a request."""
         rows = list(self._rows)
         self._rows.clear()
+        self._writes.clear()
         return rows
 
     def rows(self, spans: Sequence[Span]) -> list[Row]:
@@ -111,7 +114,7 @@ class DeviceStates:
         for row, count in zip(step.rows.tolist(), step.draft_counts.tolist(), strict=False):  # none: no counts
             held = self._rows.get(row)
             if count and held is not None and held.known + count <= self.max_len:
-                self._writes.append((TOKENS, row, held.known, step.draft_ids[first : first + count]))
+                self._write(TOKENS, row, held.known, step.draft_ids[first : first + count])
             first += count
 
     def grow(self, step: StepInput) -> None:
@@ -123,7 +126,7 @@ class DeviceStates:
             held = self._rows.get(row)
             if count and held is not None:
                 ids = step.block_ids[first : first + count][: most - held.blocks]
-                self._writes.append((BLOCKS, row, held.blocks, ids))
+                self._write(BLOCKS, row, held.blocks, ids)
                 held.blocks += len(ids)
             first += count
 
@@ -152,14 +155,20 @@ class DeviceStates:
     def take_writes(self) -> Writes:
         """What has been added, grown and laid since the last call."""
         numbers: list[tuple[int, int, int, int, int]] = []
+        parts: list[Int32] = []
         first = longest = 0
-        for table, row, begin, values in self._writes:
-            numbers.append((table, row, begin, len(values), first))
-            first += len(values)
-            longest = max(longest, len(values))
-        values_N = np.concatenate([values for *_, values in self._writes]) if self._writes else np.zeros(0, np.int32)
+        for row, writes in self._writes.items():
+            for table, begin, values in writes:
+                numbers.append((table, row, begin, len(values), first))
+                parts.append(values)
+                first += len(values)
+                longest = max(longest, len(values))
+        values_N = np.concatenate(parts) if parts else np.zeros(0, np.int32)
         self._writes.clear()
         return Writes(np.array(numbers, np.int32).reshape(-1, 5), values_N.astype(np.int32, copy=False), longest)
+
+    def _write(self, table: int, row: int, begin: int, values: Int32) -> None:
+        self._writes.setdefault(row, []).append((table, begin, values))
 
 
 def table_bytes(shape: CacheShape) -> int:

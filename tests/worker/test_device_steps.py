@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.states.reference import TOKENS
 from services.worker.device_link import Arriving
+from services.worker.device_states import DeviceStates
 from services.worker.device_steps import DeviceSteps
 from services.worker.first_steps import run_first_steps
 from services.worker.models.decoder import Decoder
@@ -228,6 +230,21 @@ def test_masks_are_asked_for_when_the_forward_pass_is_on_its_way(
     assert results[0].token_ids == (17,)
     again = run(device, step(1, [(1, 10, 1)]))  # nothing was taken in
     assert again.results[0].token_ids == results[2].token_ids
+
+
+def test_what_a_failed_step_did_not_write_is_not_written_beside_the_next_request() -> None:
+    states = DeviceStates(SHAPE, torch.device("cpu"))
+    first, second = request(0, PROMPT), request(0, PROMPT[3:5])
+    states.add(first)
+    states.grow(step(0, [(0, 0, 11)]))
+    states.add(second)  # no two writes may meet
+    states.add(request(1, PROMPT[:1]))
+    states.free(1)
+    writes = states.take_writes()
+    assert (writes.writes_W5.tolist(), writes.values_N.tolist()) == ([[TOKENS, 0, 0, 2, 0]], PROMPT[3:5])
+    states.add(first)
+    assert states.clear() == [0]
+    assert states.take_writes().longest == 0
 
 
 def test_more_tokens_than_the_budget_find_room(host: TorchRunner, device: TorchRunner) -> None:

@@ -124,6 +124,25 @@ def test_rows_that_are_placed_are_read_where_they_lie():
     assert run(other).data_ptr() != found.data_ptr() == run(StepTensors(ids, zeros, zeros, rows, cache)).data_ptr()
 
 
+class Keeping(Program):
+    """A pass that takes again what it made of placed rows, as attention does: token id + its place."""
+
+    def __call__(self, given):
+        made = given.rows.placed.made
+        if not made:
+            made["places"] = torch.arange(len(given.ids_T))
+        return (given.ids_T + made["places"])[:, None]
+
+
+@torch.inference_mode()
+def test_what_was_made_of_placed_rows_lives_as_long_as_the_graph():
+    cache, zeros = torch.zeros(1), torch.zeros(2, dtype=torch.int64)
+    run = Graphed(Keeping(), Graphs(Recorded(), fill))
+    run.warm(Limits(cache, 16, rows=2, tokens=2, context=64))
+    rows = Rows((0, 1, 2), (1, 1), torch.zeros(2, 1, dtype=torch.int32), 16)
+    assert run(StepTensors(torch.tensor([7, 7]), zeros, zeros, rows, cache))[:, 0].tolist() == [7, 8]
+
+
 def test_bytes_are_reckoned_from_a_few_of_them_and_measured_where_all_are_recorded():
     limits = Limits(torch.zeros(1), 16, rows=64, tokens=64, context=64)
     shared = Graphs(Recorded(), fill)

@@ -28,8 +28,8 @@ from kernels.selection.noise import UNIT, bits_of_noise, noise, reach, reached
 
 CANDIDATES = 1024
 """Tokens among which a row is decided at once: four for each thread of eight warps."""
-_GATHER = 2048
-"""Logits that are looked through together for candidates: 16 parts, and registers that leave room for two programs."""
+_GATHER = 1024
+"""Logits that are looked through together for candidates: 8 parts. Twice as many spilled, 8 to 32 bytes of a thread."""
 _FLAT = 1024
 """Logits of a flat row that are looked at together: four for each thread of eight warps, whose noise is 64-bit."""
 _SLACK = tl.constexpr(1e-3)  # much more than a bound is off

@@ -200,9 +200,14 @@ def plan_product(
     """The launch, and what it writes: [T, O] in `dtype`. `counters` are those of `counters_for`, zeros.
 
     Deterministic: rows do not depend on how many there are; whole numbers never do.
+    Raises ValueError for rows of another width or kind than the weight's.
     """
     x_TI, weight_OI = rows_of(x.numbers_TI), weight.numbers_TI
     tokens, inputs = x_TI.shape
+    if (inputs, x_TI.dtype) != (weight_OI.shape[1], weight_OI.dtype):
+        raise ValueError(
+            f"x has {inputs} inputs of {x_TI.dtype}, the weight has {weight_OI.shape[1]} of {weight_OI.dtype}"
+        )
     outputs, device = weight_OI.shape[0], x_TI.device
     chip = chip or chip_of(device)
     whole = weight_OI.dtype == torch.int8

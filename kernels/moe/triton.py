@@ -129,13 +129,21 @@ def plan_grouped(
     dtype: torch.dtype | None = None,
     chip: Chip | None = None,
 ) -> tuple[Launch, Tensor]:
-    """The launch, and what it writes: in the type of x, or in `dtype`, which quantized rows need."""
+    """The launch, and what it writes: in the type of x, or in `dtype`, which quantized rows need.
+
+    Raises ValueError for parts that do not belong together.
+    """
     x_YI, x_scale = x if isinstance(x, QuantizedRows) else (x, None)
     weight_EOI, weight_scale = weight if isinstance(weight, Experts) else (weight, None)
     if (x_scale is None) != (weight_scale is None) or x_YI.dtype != weight_EOI.dtype:
         raise ValueError(f"x is {x_YI.dtype} and weights are {weight_EOI.dtype}: both must be of one kind")
     x_YI, weight_EOI = rows_of(x_YI), weight_EOI.contiguous()
     experts, outputs, inputs = weight_EOI.shape
+    if x_YI.shape[1] != inputs or len(offsets_E1) != experts + 1:
+        raise ValueError(
+            f"x has {x_YI.shape[1]} inputs and offsets are {len(offsets_E1)}: weights have {inputs} inputs of"
+            f" {experts} experts, whose offsets are one more"
+        )
     pairs = x_YI.shape[0] if rows_X is None else rows_X.shape[0]
     chip = chip or chip_of(x_YI.device)
     blocks = blocks_for(-(-pairs // max(1, experts)), inputs, x_YI.element_size(), chip.capability)

@@ -2,6 +2,9 @@
 
 A program holds a row in registers, so that its largest is known before the first number is rounded, and neither a
 norm nor an activation that only a product reads is ever written in 16 bits.
+
+No product is fused with a sum: `values * factor` is rounded before the sum that rounds it to whole numbers, as the
+reference does it, or a GPU would give other numbers than the interpreter near a half.
 """
 
 from __future__ import annotations
@@ -128,7 +131,7 @@ def plan_quantize(x_XI: Tensor, kind: Kind) -> tuple[Launch, QuantizedRows]:
     count, width = x_TI.shape
     out = _room(count, width, kind, x_XI.device)
     constants, warps = _constants(width, kind)
-    return Launch(_quantize, (count,), (x_TI, *out, width, x_TI.stride(0)), constants, warps), out
+    return Launch(_quantize, (count,), (x_TI, *out, width, x_TI.stride(0)), constants, warps, fused=False), out
 
 
 def quantize_rows(x_XI: Tensor, kind: Kind) -> QuantizedRows:
@@ -150,7 +153,7 @@ def plan_norm(
         *(x_TD, residual_TD, weight_D, None if residual_TD is None else total, *out),
         *(width, x_TD.stride(0), 0 if residual_TD is None else residual_TD.stride(0), eps),
     )
-    return Launch(_norm, (count,), given, {"ADD": residual_TD is not None, **constants}, warps), out, total
+    return Launch(_norm, (count,), given, {"ADD": residual_TD is not None, **constants}, warps, fused=False), out, total
 
 
 def rms_norm(x_XD: Tensor, weight_D: Tensor, eps: float, kind: Kind) -> QuantizedRows:
@@ -173,7 +176,7 @@ def plan_silu_mul(gate_up_T2F: Tensor, kind: Kind) -> tuple[Launch, QuantizedRow
     width = rows.shape[1] // 2
     out = _room(rows.shape[0], width, kind, rows.device)
     constants, warps = _constants(width, kind)
-    return Launch(_gate, (rows.shape[0],), (rows, *out, width, rows.stride(0)), constants, warps), out
+    return Launch(_gate, (rows.shape[0],), (rows, *out, width, rows.stride(0)), constants, warps, fused=False), out
 
 
 def silu_mul(gate_up_T2F: Tensor, kind: Kind) -> QuantizedRows:

@@ -78,3 +78,11 @@ def test_kinds_that_do_not_meet_are_refused():
         moe.grouped_product(x, weight.half(), offsets_of([2]))
     with pytest.raises(ValueError, match=r"x is torch.int8 and weights are torch.float32"):
         moe.plan_grouped(quantize_rows(x, "int8"), weight, offsets_of([2]), None)
+
+
+def test_inputs_and_experts_that_do_not_meet_are_refused():
+    x, weight = torch.randn(2, 8), torch.randn(3, 4, 8)
+    with pytest.raises(ValueError, match="x has 7 inputs and offsets are 4: weights have 8 inputs of 3 experts"):
+        moe.grouped_product(x[:, :7], weight, offsets_of([2, 0, 0]))
+    with pytest.raises(ValueError, match="x has 8 inputs and offsets are 3: weights have 8 inputs of 3 experts"):
+        moe.grouped_product(x, weight, offsets_of([2, 0]))

@@ -41,6 +41,17 @@ def test_rows_are_rounded_to_the_last_bit(shape, kind, dtype):
     assert bool((off <= bound + found.scale_T[:, None] * 2**-9 + 1e-37).all())
 
 
+def test_no_product_is_fused_with_the_sum_that_rounds_it():
+    """The interpreter fuses nothing; a GPU would, and 0.4999999 of one rounding might be a half of two."""
+    x, weight = torch.randn(2, 64), torch.randn(64)
+    launches = (
+        rows.plan_quantize(x, "int8")[0],
+        rows.plan_norm(x, x, weight, 1e-5, "int8")[0],
+        rows.plan_silu_mul(x, "int8")[0],
+    )
+    assert not any(launch.options["enable_fp_fusion"] for launch in launches)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_that_is_not_finite_is_nan_and_the_others_are_not(kind):
     x = torch.randn(4, 40)
@@ -153,3 +164,8 @@ def test_what_cannot_be_is_refused_by_name():
     weight[2, 5] = torch.nan
     with pytest.raises(ValueError, match="not finite"):
         quantized.prepare(weight, None, "int8")
+    linear = quantized.prepare(torch.randn(4, 32), None, "int8")
+    with pytest.raises(ValueError, match=r"x has 31 inputs of torch.int8, the weight has 32 of torch.int8"):
+        linear(torch.randn(1, 31))
+    with pytest.raises(ValueError, match=r"x has 32 inputs of torch.float8_e4m3fn, the weight has 32 of torch.int8"):
+        linear.multiply(reference.quantize_rows(torch.randn(1, 32), "fp8"), torch.float32)

@@ -40,8 +40,11 @@ def default_folder() -> Path:
 def environment(device: torch.device, options: Mapping[str, Any]) -> str:
     """All that code depends on beside the piece: one fact a line."""
     if device.type == "cuda":
+        import triton  # as the compiler does in any case
+
         facts = [
-            f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)} {torch.version.cuda}"
+            f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)} {torch.version.cuda}",
+            f"triton {triton.__version__}",
         ]
     else:
         facts = [f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_cpu_flags()}"]
@@ -98,6 +101,18 @@ class Entry:
         """The folder that Inductor looks into."""
         return self.folder / "inductor"
 
+    def below(self, root: Path) -> Entry:
+        """The same in another folder."""
+        return Entry(root / self.folder.parent.name / self.folder.name, self.text)
+
+    def can_be_written(self) -> bool:
+        """Whether the entry may be made, or made again."""
+        try:
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            return False
+        return os.access(self.folder.parent, os.W_OK)
+
     def fault(self) -> str | None:
         """Why the entry cannot be used; empty where it is not there, None where it can."""
         if not self.folder.exists():
@@ -126,11 +141,14 @@ class Entry:
             made.libraries.mkdir(parents=True)
             yield made
             made.seal()
-            fault = self.fault()
-            if fault:
-                self.folder.rename(Path(aside) / "old")
-            if fault is not None:
-                made.folder.rename(self.folder)
+            try:
+                if self.fault():
+                    self.folder.rename(Path(aside) / "old")
+                if self.fault() is not None:
+                    made.folder.rename(self.folder)
+            except OSError:  # another process may have done either in between
+                if self.fault() is not None:
+                    raise
 
     def seal(self) -> None:
         """Writes down what the files are."""

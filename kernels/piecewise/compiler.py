@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +43,8 @@ class Compiler:
     options: Mapping[str, Any] = field(default_factory=lambda: OPTIONS)
     counts: Counts = field(default_factory=Counts)
     _made: dict[str, Compiled] = field(default_factory=dict)
+    _own: Path | None = None
+    """A folder of this process, where the other cannot be written."""
     _failed: bool = False
 
     def __call__(self, piece: Piece) -> Compiled | None:
@@ -51,8 +58,7 @@ class Compiler:
                 self._made[piece.key] = self._find(piece)
             except _FAULTS as error:
                 self._failed = True
-                why = (str(error).strip() or type(error).__name__).splitlines()[0]
-                self.warn(f"the compiler failed, and the model runs without it: {why}")
+                self.warn(f"the compiler failed, and the model runs without it: {_why(error)}")
             self.counts.seconds += time.monotonic() - begun
         return self._made.get(piece.key)
 
@@ -61,15 +67,39 @@ class Compiler:
         fault = entry.fault()
         if fault is None:
             try:
-                made = load_piece(entry.artifact, entry.libraries, self.options)
+                made = load_piece(entry.artifact, self._libraries(entry), self.options)
                 self.counts.found += 1
                 return made
             except _FAULTS as error:
                 fault = f"{type(error).__name__}: {error}"
-                (entry.folder / "sums").write_text("")
+                with suppress(OSError):
+                    (entry.folder / "sums").write_text("")
         if fault:
             self.warn(f"a compiled piece is made again: in {entry.folder}, {fault}")
+        if not entry.can_be_written():
+            if self._own is None:
+                self.warn(f"compiled pieces are not kept, since {self.folder} cannot be written")
+            entry = entry.below(self._own_folder())
         with entry.writing() as new:
             made = compile_piece(piece, self.device, new.artifact, new.libraries, self.options)
         self.counts.compiled += 1
         return made
+
+    def _libraries(self, entry: cache.Entry) -> Path:
+        """The entry's, or a copy where they cannot be written: who loads them takes locks beside them."""
+        if os.access(entry.libraries, os.W_OK):
+            return entry.libraries
+        return Path(shutil.copytree(entry.libraries, entry.below(self._own_folder()).libraries, dirs_exist_ok=True))
+
+    def _own_folder(self) -> Path:
+        if self._own is None:
+            self._own = Path(tempfile.mkdtemp(prefix="triptych-pieces-"))
+            atexit.register(shutil.rmtree, self._own, ignore_errors=True)  # pieces outlive who made them
+        return self._own
+
+
+def _why(error: BaseException) -> str:
+    """The first line of an error, and the first that a C++ compiler said of its own."""
+    first, *others = (str(error).strip() or type(error).__name__).splitlines()
+    said = next((line.strip() for line in others if "error:" in line or "failed:" in line), None)
+    return first if said is None else f"{first}: {said}"

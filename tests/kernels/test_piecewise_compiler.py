@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +19,7 @@ from kernels.linear.blocks import Blocks
 from kernels.ops import Ops, Step
 from kernels.piecewise import lowering
 from kernels.piecewise.cache import Entry, environment
-from kernels.piecewise.compiler import Compiler
+from kernels.piecewise.compiler import Compiler, _why
 from kernels.piecewise.lowering import OPTIONS
 from kernels.piecewise.ops import piecewise_ops
 from kernels.piecewise.pieces import Piece
@@ -167,6 +168,94 @@ def test_without_a_compiler_a_model_runs_as_it_does_without_pieces(tmp_path: Pat
     assert len(warnings) == 1
     assert warnings[0].startswith("the compiler failed, and the model runs without it: ")
     assert not list(tmp_path.glob("*/*"))
+
+
+def test_what_a_compiler_says_is_in_the_warning() -> None:
+    said = RuntimeError(
+        "C++ compile error\n\nCommand:\ng++\n\nOutput:\nld: final link failed: No space left\ncollect2: error: 1\n"
+    )
+    assert _why(said) == "C++ compile error: ld: final link failed: No space left"
+    assert _why(OSError(28, "No space left on device")) == "[Errno 28] No space left on device"
+    assert _why(AssertionError()) == "AssertionError"
+
+
+def make_read_only(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """As far as anybody asks: a mode of the folder would not stop root."""
+    asked = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: folder not in (Path(path), *Path(path).parents) and asked(path, mode)
+    )
+
+
+def test_a_folder_that_can_only_be_read_is_read(
+    kept: tuple[Path, list[torch.Tensor]], nothing_compiles: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_read_only(monkeypatch, kept[0])
+    read: list[Path] = []
+    load = lowering.load_piece
+    monkeypatch.setattr(
+        "kernels.piecewise.compiler.load_piece",
+        lambda source, at, options: (read.append(at), load(source, at, options))[1],
+    )
+    compiler = Compiler(CPU, kept[0], pytest.fail, FAST)
+    assert all(map(torch.equal, run(compiler), kept[1]))
+    assert compiler.counts.found == 1
+    assert kept[0] not in read[0].parents
+
+
+@pytest.mark.parametrize("where", ["a file", "read only"])
+def test_what_cannot_be_kept_is_compiled_for_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    if where == "a file":
+        (tmp_path / "folder").write_text("")
+    else:
+        make_read_only(monkeypatch, tmp_path / "folder")
+    made: list[Path] = []
+
+    def here(piece: Piece, device: torch.device, target: Path, libraries: Path, options: Any) -> Any:
+        made.append(target)
+        target.write_text("compiled")
+        return lowering.as_function(piece)
+
+    monkeypatch.setattr("kernels.piecewise.compiler.compile_piece", here)
+    warnings: list[str] = []
+    compiler = Compiler(CPU, tmp_path / "folder", warnings.append, FAST)
+    close(run(compiler), run(None))
+    assert warnings == [f"compiled pieces are not kept, since {tmp_path / 'folder'} cannot be written"]
+    assert compiler.counts.compiled == 1
+    assert tmp_path not in made[0].parents
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_another_process_may_be_faster_at_any_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    """It puts its entry there just before this one is renamed; `before`: in place of a broken one."""
+
+    def fill(entry: Entry, content: str) -> Entry:
+        entry.libraries.mkdir(parents=True)
+        entry.artifact.write_text(content)
+        entry.seal()
+        return entry
+
+    place = Entry.of(tmp_path / "cache", "environment", "key", "text")
+    if before:
+        (fill(place, "broken").folder / "sums").write_text("")
+    rename = Path.rename
+
+    def later(path: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "rename", rename)
+        shutil.rmtree(place.folder, ignore_errors=True)
+        made = fill(Entry(tmp_path / "other", place.text), "other").folder.rename(place.folder)
+        assert made == place.folder
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", later)
+    with place.writing() as new:
+        new.artifact.write_text("own")
+    assert place.fault() is None
+    assert place.artifact.read_text() == ("own" if before else "other")
 
 
 def test_an_entry_is_whole_or_not_there(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from services.common.errors import FailedPrecondition, InvalidArgument, NotFound
 from services.worker.compiled import Compiled
 from services.worker.devices import find
 from services.worker.gguf_file import GgufFile
+from services.worker.layers import VisionWeights
 from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Decoder
 from services.worker.models.registry import read_config
@@ -142,22 +143,22 @@ def _load(
     compiled: Compiled | None = None,
 ) -> tuple[Decoder, dict[str, int], dict[str, int]]:
     """The weights in their places, and their bytes by type: of the decoder, and of what encodes media."""
-    encoder: VisionEncoder | None = None
-    memory: dict[str, int] = {}
+    vision: VisionWeights | None = None
     with _one_thread() as threads:
         if config.vision is not None:
             exact = replace(precision, bits=None)
             if precision.unpacked and device.type == "cpu":
                 exact = replace(exact, compute=torch.float32, stored=torch.float32)
             vision = load_vision(config.vision, source, ops, exact, device)
-            compile = None if compiled is None else compiled.encoder
-            encoder, memory = VisionEncoder(config.vision, vision, compile), vision.memory
             source = text_of(source)
         weights = load_weights(config, source, ops, precision, device, threads=threads)
+    encoder: VisionEncoder | None = None
+    if config.vision is not None and vision is not None:  # compiled for all threads, as the decoder is
+        encoder = VisionEncoder(config.vision, vision, None if compiled is None else compiled.encoder)
     model = Decoder(config, weights, ops, encoder)
     if compiled is not None:
         compiled.report()
-    return model, weights.memory, memory
+    return model, weights.memory, {} if vision is None else vision.memory
 
 
 def _with_largest_frame(config: ModelConfig, text_files: Mapping[str, bytes]) -> ModelConfig:
@@ -214,16 +215,23 @@ def _checked(ops: Ops[Any], quantize: str, kv_cache_dtype: str) -> Ops[Any]:
     """The ops, with the cache that is asked for. Raises InvalidArgument for what they have not."""
     if ops.name not in QUANTIZED[quantize]:
         raise InvalidArgument(
-            f"quantize {quantize} needs the {' or '.join(QUANTIZED[quantize])} kernels: {ops.name} ones do not have it",
+            f"quantize {quantize} needs the {' or '.join(QUANTIZED[quantize])} kernels: {ops.name} ones do not have it"
+            + _reason(ops),
             field="quantize",
         )
     if kv_cache_dtype not in _KV_DTYPES_OF.get(ops.name, ("auto",)):
         served = [name for name, dtypes in _KV_DTYPES_OF.items() if kv_cache_dtype in dtypes]
         raise InvalidArgument(
-            f"kv_cache_dtype {kv_cache_dtype} needs the {' or '.join(served)} kernels: {ops.name} ones do not have it",
+            f"kv_cache_dtype {kv_cache_dtype} needs the {' or '.join(served)} kernels: {ops.name} ones do not have it"
+            + _reason(ops),
             field="kv_cache_dtype",
         )
     return replace(ops, kv_dtype=KV_DTYPES[kv_cache_dtype]) if ops.name == "triton" else ops
+
+
+def _reason(ops: Ops[Any]) -> str:
+    """Why better ops cannot be had, where something is known of it."""
+    return f" ({ops.note})" if ops.note else ""
 
 
 def _precision(dtype: str | None, quantize: str, own: str, ops: str) -> Precision:

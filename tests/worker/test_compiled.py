@@ -21,6 +21,7 @@ from services.worker import loading
 from services.worker.loading import load_model
 from services.worker.models.decoder import Decoder
 from services.worker.models.vision import Item
+from tests.e2e import oracle
 from tests.tiny_qwen3_vl import tiny_qwen3_vl
 from tests.worker import tiny
 from tests.worker.flat import Sequences
@@ -51,8 +52,14 @@ def test_what_cannot_be_compiled_is_refused(tmp_path: Path, settings: dict[str, 
     assert refused.value.field == "compile"
 
 
-@pytest.mark.parametrize("kind", tiny.KINDS)
-@pytest.mark.parametrize("ops", ["torch", "reference"])
+SAMPLE = ("mistral-window", "qwen2", "qwen3-one-kv-head")
+"""A window, biases, and norms of heads."""
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in SAMPLE else pytest.param(kind, marks=pytest.mark.slow) for kind in tiny.KINDS]
+)
+@pytest.mark.parametrize("ops", ["torch", pytest.param("reference", marks=pytest.mark.slow)])
 def test_pieces_are_the_model(kind: str, ops: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tiny.save(tiny.make(kind), tmp_path))
     expected, likeliest = read(load_model(path, ops=ops)[0])
@@ -76,12 +83,19 @@ def embeddings(model: Decoder) -> list[torch.Tensor]:
         return encoder.encode([Item(grid, bytes_NB, half, half) for grid, bytes_NB in zip(grids, pixels, strict=True)])
 
 
-@pytest.mark.parametrize("ops", ["torch", "reference"])
-def test_pieces_are_the_encoder(ops: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ops", ["torch", pytest.param("reference", marks=pytest.mark.slow)])
+def test_pieces_are_the_encoder(
+    ops: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     path = str(tiny_qwen3_vl(tmp_path))
     model = load_model(path, ops=ops)[0]
-    monkeypatch.setattr(Compiler, "__call__", lambda compiler, piece: None)
+    threads: set[int] = set()  # the code is made for as many as there are when it is compiled
+    monkeypatch.setattr(Compiler, "__call__", lambda compiler, piece: threads.add(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    request.addfinalizer(lambda: torch.set_num_threads(before))
     pieces = load_model(path, ops=ops, compile=True)[0]
+    assert threads == {2}
     assert all(map(torch.equal, embeddings(pieces), embeddings(model)))
     assert all(map(torch.equal, read(pieces)[0], read(model)[0]))
 
@@ -106,6 +120,56 @@ def test_compiled_pieces_give_the_same_tokens(kind: str, tmp_path: Path, cache: 
         torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
         assert torch.equal(one.argmax(-1), other.argmax(-1))
     assert also == likeliest
+
+
+NEW = 24
+"""Tokens that each sequence of the demo model goes on by."""
+MARGIN = 1e-3
+"""Between the two largest logits, below which sums in another order may choose the other: a near tie."""
+
+
+def go_on(model: Decoder, prompts: list[list[int]], forced: list[list[int]] | None = None) -> Sequences:
+    """Reads prompts in chunks, later ones beside rows that decode, and goes on greedily; then all decode together.
+
+    `forced` are the sequences that another model went on to, so that both read the same.
+    """
+    run = Sequences(model, forced or [[*prompt, *[0] * NEW] for prompt in prompts])
+    a, b, c, d = map(len, prompts)
+    steps = [[(0, 16)], [(0, 20), (1, b)], [(0, a - 36), (1, 1), (2, c), (3, 10)]]
+    steps.append([(0, 1), (1, 1), (2, 1), (3, d - 10)])
+    with torch.inference_mode():
+        while any(map(run.left, range(4))):
+            pieces = steps.pop(0) if steps else [(index, 1) for index in range(4) if run.left(index)]
+            run.step(pieces)
+            likeliest = model.likeliest(run.batch, run.cache)[0]  # a pass of its own, of other pieces
+            for row, (index, _) in enumerate(pieces):
+                chosen = likeliest[run.batch.row_starts[row + 1] - 1]
+                assert chosen == int(run.logits[index][-1].argmax())
+                if forced is None and len(prompts[index]) <= run.read[index] < len(run.sequences[index]):
+                    run.sequences[index][run.read[index]] = chosen
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ops", ["torch", "reference"])
+def test_the_demo_model_gives_the_same_tokens(demo_gguf: Path, ops: str, cache: None) -> None:
+    """Greedy, token for token, but where the two likeliest are nearer to each other than MARGIN."""
+    tokenizer = oracle.load_tokenizer(demo_gguf)
+    texts = [oracle.english_text()[:400], "<|im_start|>user\nWhat is 17 + 25?<|im_end|>\n<|im_start|>assistant\n"]
+    texts += ["The", "Once upon a time, in a village by the sea,"]
+    prompts = [tokenizer.encode(text).ids for text in texts]
+    eager = go_on(load_model(str(demo_gguf), ops=ops)[0], prompts)
+    pieces = go_on(load_model(str(demo_gguf), ops=ops, compile=True)[0], prompts, eager.sequences)
+    near = 0
+    for index in range(4):
+        found, expected = pieces.all_logits(index), eager.all_logits(index)
+        torch.testing.assert_close(found, expected, atol=MARGIN, rtol=0)
+        first, second = expected.topk(2).values.unbind(-1)
+        differ = found.argmax(-1) != expected.argmax(-1)
+        assert bool((first - second < MARGIN)[differ].all())
+        near += int(differ.sum())
+    assert near <= 1
 
 
 @pytest.mark.slow

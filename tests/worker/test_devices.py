@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from kernels.dispatch import choose_ops
 from kernels.linear.blocks import Blocks
 from services.common.errors import FailedPrecondition, InvalidArgument
 from services.common.settings import SettingsError
-from services.worker import weights
+from services.worker import loading, weights
 from services.worker.__main__ import main
 from services.worker.config import WorkerSettings
 from services.worker.devices import GpuMemory, HostMemory, find, memory_of
@@ -22,6 +23,7 @@ from services.worker.upload import Piece, Upload
 from tests.worker import tiny
 from tests.worker.flat import Sequences
 from tests.worker.test_precision import Source, load
+from tests.worker.tiny_llama import tiny_llama
 
 CPU = torch.device("cpu")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -54,6 +56,29 @@ def test_a_device_that_is_not_there_is_an_error_that_names_the_setting(name: str
 async def test_a_worker_without_its_device_ends_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert await main(["--device", "cuda", "--metrics-port", "0"]) == 2
     assert "triptych worker: device cuda" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"quantize": "fp8"},
+        {"quantize": "int4"},
+        {"kv_cache_dtype": "bfloat16"},
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "int8"},
+    ],
+)
+def test_what_ops_lack_is_refused_by_the_setting_and_with_the_reason_why_others_are_not_there(
+    wish: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(tiny_llama(tmp_path / "model"))
+    without = replace(choose_ops("torch"), note="products of fp8 need a better GPU")
+    monkeypatch.setattr(loading, "choose_ops", lambda *names, **given: without)
+    ((name, value),) = wish.items()
+    needs = rf"{name} {value} needs the (triton|native) kernels: torch ones do not have it \(products of fp8 need"
+    with pytest.raises(InvalidArgument, match=needs) as caught:
+        load_model(folder, **wish)  # type: ignore[arg-type]
+    assert caught.value.field == name
 
 
 def test_the_host_is_there() -> None:

@@ -17,12 +17,12 @@ script        what a simulated worker answers, and where it fails
 toy_text      text files for a simulated worker without a folder
 runner        the real runner: a model, its memory, its steps
 first_steps   steps before serving, that compile what has to be
+trial         the largest step, run for the memory that it takes
 device_steps  steps on a device, two in flight: the same without waiting for it in between
 device_sampling  what a step samples: parameters up, words down
 device_states  a fixed row for each request on the device, and what the host knows of it
 device_link   one copy up and one down
 host_steps    steps on a CPU: states → batch → forward → sample → result
-trial         the largest step, run for the memory that it takes
 graphs        what is recorded before serving, and the memory that it takes
 multimodal    encoder outputs, and what a batch reads of them
 readings      what is read off hidden states besides samples

@@ -27,7 +27,7 @@ from services.worker.sampling.device import DeviceFeatures, DevicePosition
 from services.worker.sampling.logprobs import ranked
 from services.worker.sampling.sampler import GREEDY_UP_TO, Sampled
 from services.worker.states import Span
-from services.worker.step import ROW_NO_TOKEN, ROW_NOT_FINITE, ROW_OK, Candidate, Int32, Masks, NewRow
+from services.worker.step import ROW_NO_TOKEN, ROW_NOT_FINITE, ROW_OK, CacheShape, Candidate, Int32, Masks, NewRow
 
 
 @dataclass(slots=True)
@@ -103,11 +103,14 @@ class Chunk(NamedTuple):
 class DeviceSampler:
     """The parameters of each row."""
 
-    def __init__(self, vocab_size: int, rows: int, device: torch.device, ops: OnDevice) -> None:
+    def __init__(self, vocab_size: int, shape: CacheShape, device: torch.device, ops: OnDevice) -> None:
+        """Takes memory for penalties on every row: a step that asks for more than was planned could fail."""
+        rows = shape.max_num_seqs
         self._vocab_size = vocab_size
         self._device = device
         self._ops = ops
         self._features = DeviceFeatures(vocab_size, device, ops.logits)
+        self._features.reserve(rows, shape.max_model_len)
         self._seeds_R = np.zeros(rows, np.uint64)  # mixed once
         self._wholes_R3 = np.zeros((rows, 3), np.int64)
         self._parts_R3 = np.ones((rows, 3), np.float64)

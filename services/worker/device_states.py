@@ -169,8 +169,3 @@ class DeviceStates:
 
     def _write(self, table: int, row: int, begin: int, values: Int32) -> None:
         self._writes.setdefault(row, []).append((table, begin, values))
-
-
-def table_bytes(shape: CacheShape) -> int:
-    """Device memory of the tables."""
-    return 4 * shape.max_num_seqs * (shape.max_model_len + -(-shape.max_model_len // shape.block_size))

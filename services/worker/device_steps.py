@@ -97,7 +97,7 @@ class DeviceSteps:
         self._pooler, self._media = beside
         self._logits_rows = logits_rows
         self._states = DeviceStates(shape, model.device)
-        self._sampler = DeviceSampler(model.config.vocab_size, shape.max_num_seqs, model.device, ops)
+        self._sampler = DeviceSampler(model.config.vocab_size, shape, model.device, ops)
         selection = model.ops.selection or Drawing(model.config.vocab_size, model.device)
         self._prompt_scores = PromptScores(model, partial(candidates, selection=selection), logits_rows)
         self._link = Link(model.device)

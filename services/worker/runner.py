@@ -18,7 +18,6 @@ from services.common.logs import Log
 from services.worker import graphs
 from services.worker.cache import KVCache
 from services.worker.config import WorkerSettings
-from services.worker.device_states import table_bytes
 from services.worker.device_steps import DeviceSteps
 from services.worker.devices import find, memory_of, use
 from services.worker.first_steps import run_first_steps
@@ -124,8 +123,6 @@ class TorchRunner:
         process_bytes = memory.beside(loaded.weight_bytes)
         step_bytes = memory.peak(lambda: trial_step(one_layer, shape, self._settings.logits_rows))
         step_bytes += self._media.plan_bytes(shape) + graphs.planned_bytes(model, shape)
-        if model.ops.on_device is not None:
-            step_bytes += table_bytes(shape)
         memory.give_back()
         free = memory.free()
         wanted = kv_cache_bytes or self._settings.kv_cache_bytes

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from kernels.states.reference import TOKENS
 from services.worker.device_link import Arriving
+from services.worker.device_sampling import DeviceSampler
 from services.worker.device_states import DeviceStates
 from services.worker.device_steps import DeviceSteps
 from services.worker.first_steps import run_first_steps
@@ -247,6 +249,11 @@ def test_what_a_failed_step_did_not_write_is_not_written_beside_the_next_request
     assert states.take_writes().longest == 0
 
 
+def test_penalties_on_every_row_have_their_memory_before_a_row_asks() -> None:
+    sampler = DeviceSampler(50_000, SHAPE, torch.device("cpu"), ON_DEVICE)
+    assert sampler._features.nbytes > SHAPE.max_num_seqs * 4 * 50_000
+
+
 def test_more_tokens_than_the_budget_find_room(host: TorchRunner, device: TorchRunner) -> None:
     rows = [(row, 0, 20) for row in range(4)]
     assert sum(count for *_, count in rows) > SHAPE.max_num_batched_tokens
@@ -270,14 +277,16 @@ def test_first_steps_run_every_kernel_and_leave_nothing(model_path: str) -> None
 
         return run_it
 
+    names = ("edit_ids", "forbid", "forbid_ends", "count", "penalize")
+    edits = SimpleNamespace(**{name: watched(name, getattr(ON_DEVICE.logits, name)) for name in names})
     kernels = {name: watched(name, kernel) for name, kernel in ON_DEVICE._asdict().items() if name != "logits"}
-    model.ops = replace(model.ops, on_device=ON_DEVICE._replace(**kernels))
+    model.ops = replace(model.ops, on_device=ON_DEVICE._replace(**kernels, logits=edits))
     runner.init_cache(SHAPE)
     assert isinstance(runner._steps, DeviceSteps)
     with torch.inference_mode():
         run_first_steps(runner._steps, SHAPE, model.config.vocab_size)
         run_first_steps(runner._steps, replace(SHAPE, max_model_len=4), model.config.vocab_size)
-    assert set(called) == set(kernels)
+    assert set(called) == {*kernels, *names}
     assert called.count("gather") == 16
     assert run(runner, step(0, [(0, 0, 1)])).results[0].status == ROW_FAILED  # no request is left
     after = run(runner, step(1, [(0, 0, 11)], [request(0, PROMPT, temperature=0)]))

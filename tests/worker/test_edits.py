@@ -109,10 +109,10 @@ def test_what_is_reserved_suffices_for_rows_with_penalties() -> None:
     device.reserve(40, 8)
     held = device.nbytes
     assert 40 * 4 * 5000 < held < 1.1 * 40 * 4 * 5000
-    for row in range(38):  # the rest is for what the rows ask
-        device.add(request(row, [0], presence_penalty=1.0))
-    positions = [DevicePosition(row, 2) for row in range(38)]
-    device.apply(torch.zeros(38, 5000), positions, torch.zeros(38, 8, dtype=torch.int32))
+    for row in range(40):
+        device.add(request(row, [0], presence_penalty=1.0, allowed_ids=(1, 4999)))
+    positions = [DevicePosition(row, 2) for row in range(40)]
+    device.apply(torch.zeros(40, 5000), positions, torch.zeros(40, 8, dtype=torch.int32))
     assert device.nbytes == held
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from services.worker.step import (
 )
 from services.worker.toy_text import VOCAB_SIZE
 from tests.worker.columns import SHAPE, request, run, step
+from tests.worker.on_host import device_runner_of
 from tests.worker.tiny_llama import HEAD, HIDDEN, KV_HEADS, PROMPT, runner_of, tiny_llama
 
 
@@ -260,11 +261,14 @@ class TestMemory:
         shape = CacheShape(1, 16, 4, 4096, 4096)
         assert runner_of(model_path).plan_memory(shape, 1 << 24).step_bytes > 4 << 20
 
+    @pytest.mark.parametrize("make", [runner_of, device_runner_of])
     def test_the_largest_step_has_as_many_logits_as_may_exist_at_once(
-        self, model_path: str, logits_at_once: list[int]
+        self, model_path: str, logits_at_once: list[int], make: Callable[..., TorchRunner]
     ) -> None:
-        runner_of(model_path, logits_rows=7).plan_memory(CacheShape(1, 16, 4, 64, 64), 1 << 24)
-        assert logits_at_once == [7]
+        runner = make(model_path, logits_rows=7)
+        for rows in (4, 9):  # of which one has drafts; and two chunks
+            runner.plan_memory(CacheShape(1, 16, rows, 64, 64), 1 << 24)
+        assert logits_at_once == ([7, 7] if make is runner_of else [7, 7, 2])
 
 
 @pytest.mark.parametrize("ops", ["auto", "reference"])

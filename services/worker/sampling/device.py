@@ -25,6 +25,8 @@ from services.worker.sampling.pool import Pool
 from services.worker.step import NewRow
 
 _WIDTH = len(Line._fields)
+_OF_RECORD = 128
+"""Words of most records beside allowed ids, with what is lost between pieces."""
 
 
 class DevicePosition(NamedTuple):
@@ -128,17 +130,12 @@ class DeviceFeatures:
             self._forget_seen(self._rows[row])
 
     def reserve(self, rows: int, max_len: int) -> None:
-        """Holds memory for as many rows with penalties, of `max_len` ids. More, or large wishes, make it grow later."""
-        self._pool.reserve(rows * seen_words(self._vocab_size, max_len))
+        """Holds memory for as many rows with penalties and allowed ids, of `max_len` ids.
 
-    def warm(self, x_PV: torch.Tensor, tokens_RL: torch.Tensor) -> None:
-        """Starts every kernel once and edits nothing, so that no step waits for their compilation."""
-        line = Line(position=0, row=0, length=0, known=0, record=self._nothing.record)
-        edit = self._edit(_Order(array("q", line), []), x_PV, tokens_RL)
-        self._kernels.edit_ids(edit)
-        self._kernels.forbid_ends(edit, self._kernels.forbid(edit))
-        self._kernels.count(edit, 1)
-        self._kernels.penalize(edit, 1)
+        More, or very large wishes, make it grow later.
+        """
+        of_row = seen_words(self._vocab_size, max_len) + mask_words(self._vocab_size) + _OF_RECORD
+        self._pool.reserve(rows * of_row)
 
     def apply(self, x_PV: torch.Tensor, positions: Sequence[DevicePosition], tokens_RL: torch.Tensor) -> None:
         """Edits float32 logits in place. `tokens_RL` is the int32 table of ids, on the same device.

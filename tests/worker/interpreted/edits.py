@@ -48,14 +48,6 @@ def test_equal_drafts_weigh_once_where_two_programs_see_them():
     rows.compare([DevicePosition(0, 510 + drafts, drafts) for drafts in range(5)])
 
 
-def test_a_warm_up_edits_nothing():
-    rows = Rows(1, 40, 20, triton)
-    x = torch.randn(2, 40)
-    before = x.clone()
-    rows.device.warm(x, rows.tokens_RL)
-    assert torch.equal(x, before)
-
-
 def test_counts_are_those_of_the_reference():
     rows, others = Rows(5, 20, 200, triton), Rows(5, 20, 200, reference)
     for each in (rows, others):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +39,29 @@ async def test_the_tokens_of_the_reference(tmp_path: Path, monkeypatch: pytest.M
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
     assert [len(answer.token_ids) for answer in found] == [2] + [6] * 8
     assert len({tuple(answer.token_ids) for answer in found}) > 6
+
+
+@pytest.mark.slow
+async def test_a_worker_that_is_killed_under_streams_costs_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are put on another's device as they stand."""
+
+    async def streams(ops: str, *, kill: bool) -> list[list[int]]:
+        with Cluster(model=model, engine=ENGINE, worker={"ops": ops, "deterministic": True, "threads": 1}) as cluster:
+            async with connected(cluster.grpc_address) as stub:
+                await generate(stub, PROMPT, max_tokens=2, temperature=0)
+                asking = asyncio.create_task(
+                    generate_all(stub, PROMPTS, max_tokens=10, ignore_eos=True, **SAMPLINGS[1])
+                )
+                if kill:
+                    await asyncio.sleep(1)
+                    assert not asking.done()
+                    cluster.kill("worker")
+                    cluster.start_role("worker")
+                return [list(answer.token_ids) for answer in await asking]
+
+    model = tiny_llama(tmp_path / "tiny")
+    expected = await streams("reference", kill=False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert await streams("triton", kill=True) == expected

@@ -178,8 +178,9 @@ class _Mathematics:
                 between[index] = x_NC
         whole_NC = ops.layer_norm(x_NC, *weights.merger.norm, _EPS)
         parts: list[Any] = []
-        for index, merger in zip(deepstack, weights.deepstack, strict=True):
-            joined = ops.join(between[index], merged)
+        for index, joined_from in between.items():  # in the order of the blocks, however the config lists them
+            merger = weights.deepstack[deepstack.index(index)]
+            joined = ops.join(joined_from, merged)
             parts.append(_merge(ops, ops.layer_norm(joined, *merger.norm, _EPS), merger))
         return ops.stack([_merge(ops, ops.join(whole_NC, merged), weights.merger), *parts])
 

@@ -199,10 +199,13 @@ async def test_preempted_requests_give_the_same_answers(cluster: Cluster, model:
         ["No picture at all"],
     ]
     preempted = metric(cluster, "engine", "vllm:num_preemptions_total")
-    answers = await ask(cluster, *requests, count=40)
-    for parts, answer in zip(requests, answers, strict=True):
-        assert ids_of(answer) == expected(model, parts, blobs, 40), parts
-    assert metric(cluster, "engine", "vllm:num_preemptions_total") > preempted
+    for _ in range(5):  # on a busy machine one may end before the next has its media
+        answers = await ask(cluster, *requests, count=40)
+        for parts, answer in zip(requests, answers, strict=True):
+            assert ids_of(answer) == expected(model, parts, blobs, 40), parts
+        if metric(cluster, "engine", "vllm:num_preemptions_total") > preempted:
+            return
+    pytest.fail("nothing was preempted")
 
 
 async def test_the_same_image_in_eight_requests(cluster: Cluster, model: Path, folder: Path) -> None:

@@ -25,6 +25,7 @@ Tensor = torch.Tensor
 Kind = Literal["int8", "fp8", "int4"]
 KINDS: tuple[Kind, ...] = ("int8", "fp8", "int4")
 _FP8_FROM = 89
+_AT_ONCE = 4096
 GROUP = 32
 """Inputs of a group of 4 bits: nothing is calibrated here, and larger ones lose more (kernels/README.md)."""
 
@@ -38,7 +39,7 @@ class RowsLinear:
         self.rows: reference.Kind = kind
         """The kind of rows that `multiply` takes."""
         self._chip = chip_of(weight_OI.device)
-        self._weight = reference.quantize_rows(weight_OI, kind)
+        self._weight = _quantize(weight_OI, kind)
         self._bias_O = bias_O
         self._deterministic = deterministic
         self._counters = products.counters_for(self._chip, weight_OI.device)
@@ -163,6 +164,16 @@ def prepare(
     if not bool(linear.weight.scale_T.isfinite().all()):
         raise ValueError("some weights are not finite")
     return linear
+
+
+def _quantize(weight_OI: Tensor, kind: reference.Kind) -> QuantizedRows:
+    """Part by part: what is rounded is float32 for a moment, 2 GB of a head of 128 k."""
+    numbers_OI = torch.empty(weight_OI.shape, dtype=reference.TYPES[kind], device=weight_OI.device)
+    scale_O = torch.empty(len(weight_OI), device=weight_OI.device)
+    for first in range(0, len(weight_OI), _AT_ONCE):
+        part = slice(first, first + _AT_ONCE)
+        numbers_OI[part], scale_O[part] = reference.quantize_rows(weight_OI[part], kind)
+    return QuantizedRows(numbers_OI, scale_O)
 
 
 def _moved(part: Tensor | None, device: torch.device) -> Tensor | None:

@@ -140,6 +140,15 @@ def test_a_prepared_weight_is_near_the_product_of_floats(kind, dtype):
     assert torch.equal(linear.multiply(rows.quantize_rows(x, kind), dtype), found)
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_weight_is_rounded_part_by_part_as_at_once(kind, monkeypatch):
+    monkeypatch.setattr(quantized, "_AT_ONCE", 5)
+    weight = torch.randn(13, 33)
+    found, expected = quantized.RowsLinear(weight, None, kind).weight, reference.quantize_rows(weight, kind)
+    assert torch.equal(found.numbers_TI.view(torch.uint8), expected.numbers_TI.view(torch.uint8))
+    assert torch.equal(found.scale_T, expected.scale_T)
+
+
 def test_the_table_quantizes_what_it_prepares():
     weight, x = torch.randn(40, 64), torch.randn(3, 64)
     for kind in KINDS:

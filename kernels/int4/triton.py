@@ -18,7 +18,7 @@ import triton.language as tl
 
 from kernels.int4.reference import SLICE, SPAN, Packed
 from kernels.launch import Chip, Launch, chip_of, interpreted, rows_of
-from kernels.linear.triton import Blocks, join_splits, share, tile_of
+from kernels.linear.triton import Blocks, join_splits, share, store_tile, tile_of
 
 Tensor = torch.Tensor
 
@@ -175,10 +175,7 @@ def _product(
     done = True
     if SPLIT:
         sums_OT, done = join_splits(sums_OT, partial, counters, tile, tl.program_id(1), splits, BLOCK_O, BLOCK_T)
-    if BIAS:
-        sums_OT += tl.load(bias + at_o, mask=real_o, other=0.0).to(tl.float32)[:, None]
-    out_at = out + at_t.to(tl.int64)[None, :] * outputs + at_o[:, None]
-    tl.store(out_at, sums_OT.to(out.dtype.element_ty), mask=real_o[:, None] & real_t[None, :] & done)
+    store_tile(sums_OT, bias, out, at_o, at_t, tokens, outputs, done, BIAS)
 
 
 def plan_product(

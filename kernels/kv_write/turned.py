@@ -13,6 +13,7 @@ import triton.language as tl
 
 from kernels.kv_write.float8 import as_stored, stored
 from kernels.launch import Launch, power_of_two
+from kernels.rope.triton import turned_pairs
 
 _BLOCK = 1024
 """Pairs of one program: 8 for each thread of four warps."""
@@ -50,14 +51,10 @@ def _turn_and_write(
     pair = tl.arange(0, BLOCK_E)
     real = (row < count)[:, None] & (pair < PAIRS)[None, :]
     at = token[:, None] * qk_token + head[:, None] * qk_head + pair[None, :]
-    first = tl.load(qk + at, mask=real, other=0.0).to(tl.float32)
-    second = tl.load(qk + at + PAIRS, mask=real, other=0.0).to(tl.float32)
-    angle = token[:, None] * PAIRS + pair[None, :]
-    c = tl.load(cos + angle, mask=real, other=0.0).to(tl.float32)
-    s = tl.load(sin + angle, mask=real, other=0.0).to(tl.float32)
+    first, second = turned_pairs(qk, cos, sin, at, token, pair, real, PAIRS)
     # Rounded to the model's type first, also where the cache has another: that is what a key is.
-    turned_first = (first * c - second * s).to(queries.dtype.element_ty)
-    turned_second = (second * c + first * s).to(queries.dtype.element_ty)
+    turned_first = first.to(queries.dtype.element_ty)
+    turned_second = second.to(queries.dtype.element_ty)
     to = (token * heads + head)[:, None] * (2 * PAIRS) + pair[None, :]
     is_query = real & (head < heads)[:, None]
     tl.store(queries + to, turned_first, mask=is_query)

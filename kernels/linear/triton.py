@@ -88,6 +88,16 @@ def join_splits(sums_OT, partial, counters, tile, split, splits, BLOCK_O: tl.con
     return sums_OT, last
 
 
+@triton.jit
+def store_tile(y_OT, bias, out, at_o, at_t, tokens, outputs, done, BIAS: tl.constexpr):
+    """Writes a tile of float32 outputs, with what is added to each; nothing where it is not done."""
+    real_o, real_t = at_o < outputs, at_t < tokens
+    if BIAS:
+        y_OT += tl.load(bias + at_o, mask=real_o, other=0.0).to(tl.float32)[:, None]
+    out_at = out + at_t.to(tl.int64)[None, :] * outputs + at_o[:, None]
+    tl.store(out_at, y_OT.to(out.dtype.element_ty), mask=real_o[:, None] & real_t[None, :] & done)
+
+
 @triton.jit(do_not_specialize=["tokens", "tiles_t", "splits"])
 def _product(
     x,
@@ -146,10 +156,7 @@ def _product(
     x_scale_T = tl.load(x_scale + at_t, mask=real_t, other=0.0)
     weight_scale_O = tl.load(weight_scale + at_o, mask=real_o, other=0.0)
     y_OT = sums_OT.to(tl.float32) * x_scale_T[None, :] * weight_scale_O[:, None]
-    if BIAS:
-        y_OT += tl.load(bias + at_o, mask=real_o, other=0.0).to(tl.float32)[:, None]
-    out_at = out + at_t.to(tl.int64)[None, :] * outputs + at_o[:, None]
-    tl.store(out_at, y_OT.to(out.dtype.element_ty), mask=real_o[:, None] & real_t[None, :] & done)
+    store_tile(y_OT, bias, out, at_o, at_t, tokens, outputs, done, BIAS)
 
 
 class Work(NamedTuple):

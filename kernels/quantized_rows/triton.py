@@ -15,6 +15,7 @@ import triton.language as tl
 
 from kernels.launch import Launch, interpreted, power_of_two, rows_of
 from kernels.quantized_rows.reference import LEAST, TOPS, TYPES, Kind, QuantizedRows
+from kernels.rms_norm.triton import normed_row
 
 Tensor = torch.Tensor
 
@@ -74,19 +75,12 @@ def _norm(
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     real = at < width
-    values = tl.load(x + row * x_row + at, mask=real, other=0.0)
-    if ADD:
-        added = values.to(tl.float32) + tl.load(residual + row * residual_row + at, mask=real, other=0.0).to(tl.float32)
-        values = added.to(total.dtype.element_ty)
-        tl.store(total + row * width + at, values, mask=real)
-    wide = values.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    normed = normed_row(x, residual, total, row, at, real, width, x_row, residual_row, eps, ADD)
     factor = tl.load(weight + at, mask=real, other=0.0)
-    # Rounded where the norm alone rounds: before the weight multiplies it, and after.
-    normed = (wide * scale).to(values.dtype).to(tl.float32) * factor.to(tl.float32)
-    if values.dtype == factor.dtype:
-        normed = normed.to(values.dtype).to(tl.float32)
-    _store_row(tl.where(real, normed, 0.0), at, real, row, numbers, scales, width, TOP, LEAST)
+    weighed = normed.to(tl.float32) * factor.to(tl.float32)
+    if normed.dtype == factor.dtype:  # rounded where the norm alone rounds
+        weighed = weighed.to(normed.dtype).to(tl.float32)
+    _store_row(tl.where(real, weighed, 0.0), at, real, row, numbers, scales, width, TOP, LEAST)
 
 
 @triton.jit

@@ -16,6 +16,20 @@ _HEADS_BLOCK = 2048
 
 
 @triton.jit
+def normed_row(x, residual, total, row, at, real, width, x_row, residual_row, eps, ADD: tl.constexpr):
+    """One row divided by its root mean square, in its own type; first its residual is added and the sum stored."""
+    values = tl.load(x + row * x_row + at, mask=real, other=0.0)
+    if ADD:
+        added = values.to(tl.float32) + tl.load(residual + row * residual_row + at, mask=real, other=0.0).to(tl.float32)
+        values = added.to(total.dtype.element_ty)
+        tl.store(total + row * width + at, values, mask=real)
+    wide = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    # Rounded before the weight multiplies it, as the specification says.
+    return (wide * scale).to(values.dtype)
+
+
+@triton.jit
 def _norm_rows(
     x,
     residual,
@@ -33,15 +47,7 @@ def _norm_rows(
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     real = at < width
-    values = tl.load(x + row * x_row + at, mask=real, other=0.0)
-    if ADD:
-        added = values.to(tl.float32) + tl.load(residual + row * residual_row + at, mask=real, other=0.0).to(tl.float32)
-        values = added.to(total.dtype.element_ty)
-        tl.store(total + row * width + at, values, mask=real)
-    wide = values.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-    # The normed value is rounded before the weight multiplies it, as the specification says.
-    normed = (wide * scale).to(values.dtype).to(tl.float32)
+    normed = normed_row(x, residual, total, row, at, real, width, x_row, residual_row, eps, ADD).to(tl.float32)
     factor = tl.load(weight + at, mask=real, other=0.0).to(tl.float32)
     tl.store(out + row * width + at, (factor * normed).to(out.dtype.element_ty), mask=real)
 

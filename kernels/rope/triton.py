@@ -82,6 +82,17 @@ def _sin_of(rest, square):
     return rest * (1.0 - square * (1.0 / 6.0) * y)
 
 
+@triton.jit
+def turned_pairs(x, cos, sin, at, token, pair, real, PAIRS: tl.constexpr):
+    """Both halves of some heads, turned by their tokens' angles, in float32. `at` is where the first halves lie."""
+    first = tl.load(x + at, mask=real, other=0.0).to(tl.float32)
+    second = tl.load(x + at + PAIRS, mask=real, other=0.0).to(tl.float32)
+    angle = token[:, None] * PAIRS + pair[None, :]
+    c = tl.load(cos + angle, mask=real, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=real, other=0.0).to(tl.float32)
+    return first * c - second * s, second * c + first * s
+
+
 @triton.jit(do_not_specialize=["count"])
 def _turn(
     x,
@@ -102,14 +113,10 @@ def _turn(
     pair = tl.arange(0, BLOCK_E)
     real = (row < count)[:, None] & (pair < PAIRS)[None, :]
     at = token[:, None] * x_token + head[:, None] * x_head + pair[None, :]
-    first = tl.load(x + at, mask=real, other=0.0).to(tl.float32)
-    second = tl.load(x + at + PAIRS, mask=real, other=0.0).to(tl.float32)
-    angle = token[:, None] * PAIRS + pair[None, :]
-    c = tl.load(cos + angle, mask=real, other=0.0).to(tl.float32)
-    s = tl.load(sin + angle, mask=real, other=0.0).to(tl.float32)
+    first, second = turned_pairs(x, cos, sin, at, token, pair, real, PAIRS)
     to = row[:, None] * (2 * PAIRS) + pair[None, :]
-    tl.store(out + to, (first * c - second * s).to(out.dtype.element_ty), mask=real)
-    tl.store(out + to + PAIRS, (second * c + first * s).to(out.dtype.element_ty), mask=real)
+    tl.store(out + to, first.to(out.dtype.element_ty), mask=real)
+    tl.store(out + to + PAIRS, second.to(out.dtype.element_ty), mask=real)
 
 
 def plan_angles(

@@ -40,7 +40,7 @@ from services.worker.readings import Read, read
 from services.worker.sampling.draw import Drawing
 from services.worker.sampling.logprobs import candidates
 from services.worker.sampling.sampler import Sampled
-from services.worker.states import Span, epoch_of, sampling_places
+from services.worker.states import Span, epoch_of, refused, sampling_places, take_rows
 from services.worker.step import (
     MASKED,
     POOLS,
@@ -112,7 +112,7 @@ class DeviceSteps:
 
     def execute(self, step: StepInput, masks: Callable[[], Masks]) -> StepOutput | Launched:
         """See Runner.execute."""
-        self._take_rows(step)
+        take_rows(step, (self._states, self._sampler, self._pooler, self._media))
         missing = self._media.encode(step)
         for launched in self._states.drafted(step):
             self._settle(launched)
@@ -121,10 +121,7 @@ class DeviceSteps:
         spans, bad = self._states.spans(step)
         spans, faults, lacked = self._media.readable(spans)
         missing = tuple(dict.fromkeys(missing + lacked))
-        request = self._states.request
-        results = {row: RowResult(row, epoch_of(request(row)), ROW_FAILED) for row in bad}
-        for row, fault in faults.items():
-            results[row] = RowResult(row, epoch_of(request(row)), ROW_FAILED, fault=fault)
+        results = refused(self._states.request, bad, faults)
         if not spans:
             self._stage_alone()
             return StepOutput(step.step_id, tuple(results.values()), missing_media=missing)
@@ -132,18 +129,6 @@ class DeviceSteps:
         launched.results |= results
         launched.missing = missing
         return launched
-
-    def _take_rows(self, step: StepInput) -> None:
-        for row in step.freed_rows.tolist():
-            self._states.free(row)
-            self._sampler.free(row)
-            self._pooler.free(row)
-            self._media.free(row)
-        for new in step.new_rows:
-            self._states.add(new)
-            self._sampler.add(new)
-            self._pooler.add(new)
-            self._media.add(new)
 
     def _stage_alone(self) -> None:
         writes = self._states.take_writes()

@@ -10,7 +10,17 @@ import numpy as np
 
 from services.common.logs import Log
 from services.worker.device_steps import DeviceSteps
-from services.worker.step import MASKED, SAMPLES, CacheShape, Int32, NewRow, SamplingParams, StepInput, StepOutput
+from services.worker.step import (
+    MASKED,
+    SAMPLES,
+    CacheShape,
+    Int32,
+    NewRow,
+    SamplingParams,
+    StepInput,
+    StepOutput,
+    made_step,
+)
 
 _log = Log("worker.first_steps")
 _GREEDY = SamplingParams(seed=0, temperature=0.0)
@@ -55,38 +65,14 @@ def run_first_steps(steps: DeviceSteps, shape: CacheShape, vocab_size: int) -> N
 
 def _steps(shape: CacheShape) -> Iterator[StepInput]:
     """Of each kind of request a prompt, a token, a token with a mask, and one with a draft."""
-    blocks = np.zeros(-(-_LENGTH // shape.block_size), np.int32)
+    blocks = -(-_LENGTH // shape.block_size)
     for params in _KINDS:
         new = NewRow(0, 0, np.zeros(_PROMPT, np.int32), _PROMPT, params, "first steps", None)
-        yield _step(0, _PROMPT, new=new, blocks=blocks)
-        yield _step(_PROMPT, 1)
-        yield _step(_PROMPT + 1, 1, flags=SAMPLES | MASKED)
-        yield _step(_PROMPT + 2, 2, drafts=1)
+        yield made_step((new,), _one(_PROMPT), _one(0), blocks=blocks)
+        yield made_step((), _one(1), _one(_PROMPT))
+        yield made_step((), _one(1), _one(_PROMPT + 1), flags=SAMPLES | MASKED)
+        yield made_step((), _one(2), _one(_PROMPT + 2), drafts=1)
 
 
-def _step(
-    computed: int,
-    tokens: int,
-    *,
-    new: NewRow | None = None,
-    blocks: Int32 | None = None,
-    flags: int = SAMPLES,
-    drafts: int = 0,
-) -> StepInput:
-    zero, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
-    return StepInput(
-        step_id=0,
-        received_s=0.0,
-        resync=False,
-        freed_rows=none,
-        new_rows=() if new is None else (new,),
-        rows=zero,
-        num_tokens=zero + tokens,
-        num_computed=zero + computed,
-        flags=np.array([flags], np.uint8),
-        first_writable=zero,
-        block_counts=zero + (0 if blocks is None else len(blocks)),
-        block_ids=none if blocks is None else blocks,
-        draft_counts=zero + drafts if drafts else none,
-        draft_ids=np.zeros(drafts, np.int32),
-    )
+def _one(value: int) -> Int32:
+    return np.array([value], np.int32)

@@ -22,7 +22,7 @@ from services.worker.readings import Read, read
 from services.worker.sampling.feature import Position
 from services.worker.sampling.sampler import Sampled, Sampler
 from services.worker.speculative import accept, positions
-from services.worker.states import Span, States, epoch_of, sampling_places
+from services.worker.states import Span, States, epoch_of, refused, sampling_places, take_rows
 from services.worker.step import (
     MASKED,
     ROW_DROPPED,
@@ -61,25 +61,14 @@ class HostSteps:
         """See Runner.execute."""
         model, states, sampler = self._model, self._states, self._sampler
         spent_s = model.ops.spent_s()
-        for row in step.freed_rows.tolist():
-            states.free(row)
-            sampler.free(row)
-            self._pooler.free(row)
-            self._media.free(row)
-        for new in step.new_rows:
-            states.add(new)
-            sampler.add(new)
-            self._pooler.add(new)
-            self._media.add(new)
+        take_rows(step, (states, sampler, self._pooler, self._media))
         states.grow(step)
         states.lay_drafts(step)
         missing = self._media.encode(step)
         spans, bad = states.spans(step)
         spans, faults, lacked = self._media.readable(spans)
         missing = tuple(dict.fromkeys(missing + lacked))
-        results = {row: RowResult(row, epoch_of(states.request(row)), ROW_FAILED) for row in bad}
-        for row, fault in faults.items():
-            results[row] = RowResult(row, epoch_of(states.request(row)), ROW_FAILED, fault=fault)
+        results = refused(states.request, bad, faults)
         if not spans:
             return StepOutput(step.step_id, tuple(results.values()), missing_media=missing)
         wishes = functools.reduce(operator.or_, step.flags.tolist())  # what some row asks for

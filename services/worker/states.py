@@ -10,14 +10,14 @@ one token each, so that plain numbers in a loop are faster than the dozen calls 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from services.worker.batch import Batch
-from services.worker.step import SAMPLES, CacheShape, Int32, NewRow, StepInput
+from services.worker.step import ROW_FAILED, SAMPLES, CacheShape, Int32, NewRow, RowResult, StepInput
 
 
 class Span(NamedTuple):
@@ -154,6 +154,34 @@ class States:
             block_table_RB=torch.from_numpy(self._blocks[[span.row for span in spans], :longest]),
             logits_at_S=None if len(logits_at) == len(ids) else torch.tensor(logits_at, dtype=torch.int64),
         )
+
+
+class RowHolder(Protocol):
+    """What keeps something of each row's request."""
+
+    def add(self, new: NewRow) -> None:
+        """A request is put on its row."""
+
+    def free(self, row: int) -> None:
+        """The row holds no request any more."""
+
+
+def take_rows(step: StepInput, holders: Sequence[RowHolder]) -> None:
+    """Frees and fills rows as the step says."""
+    for row in step.freed_rows.tolist():
+        for holder in holders:
+            holder.free(row)
+    for new in step.new_rows:
+        for holder in holders:
+            holder.add(new)
+
+
+def refused(
+    request_of: Callable[[int], NewRow | None], bad: Sequence[int], faults: Mapping[int, str]
+) -> dict[int, RowResult]:
+    """The results of rows that cannot run, and of those with a fault."""
+    whys: dict[int, str | None] = {**dict.fromkeys(bad), **faults}
+    return {row: RowResult(row, epoch_of(request_of(row)), ROW_FAILED, fault=why) for row, why in whys.items()}
 
 
 def epoch_of(request: NewRow | None) -> int:

@@ -136,6 +136,38 @@ class StepInput:
         )
 
 
+def made_step(
+    new_rows: tuple[NewRow, ...],
+    num_tokens: Int32,
+    num_computed: Int32,
+    *,
+    flags: int = SAMPLES,
+    drafts: int = 0,
+    blocks: int = 0,
+) -> StepInput:
+    """A step that no engine sent, of the first rows: to measure memory, or to run before serving.
+
+    Each row gets so many blocks, all of them block 0; the last tokens of the last row are drafts.
+    """
+    rows, none = len(num_tokens), np.zeros(0, np.int32)
+    return StepInput(
+        step_id=0,
+        received_s=0.0,
+        resync=False,
+        freed_rows=none,
+        new_rows=new_rows,
+        rows=np.arange(rows, dtype=np.int32),
+        num_tokens=num_tokens,
+        num_computed=num_computed,
+        flags=np.full(rows, flags, np.uint8),
+        first_writable=np.zeros(rows, np.int32),
+        block_counts=np.full(rows, blocks, np.int32),
+        block_ids=np.zeros(rows * blocks, np.int32),
+        draft_counts=np.array([0] * (rows - 1) + [drafts], np.int32) if drafts else none,
+        draft_ids=np.zeros(drafts, np.int32),
+    )
+
+
 Masks = dict[int, NDArray[np.uint8] | None]
 """Grammar masks by row: [positions, bytes], lowest bit first, 1 allows; a row with drafts has 1 + drafts
 positions. None where the row's result is to be dropped."""

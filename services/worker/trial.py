@@ -29,6 +29,7 @@ from services.worker.step import (
     SamplingParams,
     StepInput,
     StepOutput,
+    made_step,
 )
 
 _PARAMS = SamplingParams(seed=0, temperature=1.0, top_p=0.9, repetition_penalty=1.1, frequency_penalty=0.1, logprobs=20)
@@ -73,23 +74,8 @@ def _step(shape: CacheShape, counts: list[int], drafts: int, params: SamplingPar
     blocks = -(-length // shape.block_size)
     ids, last = np.zeros(length, np.int32), [0] * (rows - 1) + [drafts]
     new = [NewRow(row, 0, ids[: length - last[row]], 1, params, "trial", None) for row in range(rows)]
-    num_tokens, none = np.array(counts, np.int32), np.zeros(0, np.int32)
-    return StepInput(
-        step_id=0,
-        received_s=0.0,
-        resync=False,
-        freed_rows=none,
-        new_rows=tuple(new),
-        rows=np.arange(rows, dtype=np.int32),
-        num_tokens=num_tokens,
-        num_computed=length - num_tokens,
-        flags=np.full(rows, flags, np.uint8),
-        first_writable=np.zeros(rows, np.int32),
-        block_counts=np.full(rows, blocks, np.int32),
-        block_ids=np.zeros(rows * blocks, np.int32),
-        draft_counts=np.array(last, np.int32),
-        draft_ids=np.zeros(drafts, np.int32),
-    )
+    num_tokens = np.array(counts, np.int32)
+    return made_step(tuple(new), num_tokens, length - num_tokens, flags=flags, drafts=drafts, blocks=blocks)
 
 
 def _on_host(model: Decoder, shape: CacheShape, logits_rows: int) -> None:

@@ -5,6 +5,7 @@
 #pragma once
 #include "tiles_float.h"
 #include "tiles_integer.h"
+#include "tiles_words.h"
 
 // y[r, 0 .. C * W) of M rows from `row` on.
 template <Kind kind, int M, int C>

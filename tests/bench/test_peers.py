@@ -136,6 +136,7 @@ def test_peers_are_found_where_they_are(tmp_path: Path) -> None:
     assert none == [Missing("vllm", "no folder with peers: LAB in the environment, or --lab")]
     assert [one.name for one in servers.find(tmp_path, list(servers.PEERS), [], 2)] == list(servers.PEERS)
     assert all(isinstance(one, Missing) for one in servers.find(tmp_path, list(servers.PEERS), [], 2))
+    assert [one.name for one in servers.find(tmp_path, list(servers.SETTINGS), [], 2)] == [*["vllm"] * 2, *["llama"] * 2]
     executable(tmp_path / "peers/llama/build/bin/llama-server", "echo 'version: 7 (abc)' >&2")
     executable(tmp_path / "peers/vllm-venv/bin/vllm", "")
     executable(tmp_path / "peers/vllm-venv/bin/python", "echo 1.2.3")
@@ -145,6 +146,8 @@ def test_peers_are_found_where_they_are(tmp_path: Path) -> None:
     (tmp_path / "models" / servers.MODEL).mkdir()
     found = {one.name: one for one in servers.find(tmp_path, list(servers.PEERS), [], 4)}
     assert list(found) == ["vllm-bf16", "vllm-f32", "llama-q4_0", "llama-q4_1", "transformers"]
+    assert [one.name for one in servers.find(tmp_path, ["llama-q4_0", "vllm-f32"], [], 4)] == ["llama-q4_0", "vllm-f32"]
+    assert servers.find(tmp_path, ["llama-q4_1"], [], 4) == [found["llama-q4_1"]]
     missing = found.pop("llama-q4_1")
     assert isinstance(missing, Missing)
     assert "no *Q4_1.gguf" in missing.why

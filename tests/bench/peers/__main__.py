@@ -33,9 +33,10 @@ from tests.bench.load.workloads import Workload, measure, named
 from tests.bench.peers import machine, report
 from tests.bench.peers.process import Running, ServerDied, Used, memory_mib
 from tests.bench.peers.report import IDLE, Run
-from tests.bench.peers.servers import PEERS, Missing, Server, find, tokenizer
+from tests.bench.peers.servers import PEERS, SETTINGS, Missing, Server, find, tokenizer
 
 _SETTLE_S = 1.0
+_PEERS_HELP = f"of {', '.join(PEERS)}, or one setting of theirs: {', '.join(SETTINGS)}; none of them if empty"
 
 
 def options(argv: Sequence[str]) -> argparse.Namespace:
@@ -44,7 +45,7 @@ def options(argv: Sequence[str]) -> argparse.Namespace:
         prog="python -m tests.bench.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--lab", type=Path, default=os.environ.get("LAB"), help="the folder with peers and models")
-    parser.add_argument("--peers", default=",".join(PEERS), help=f"of {', '.join(PEERS)}; none of them if empty")
+    parser.add_argument("--peers", default=",".join(PEERS), help=_PEERS_HELP)
     parser.add_argument("--ours", action="append", metavar="NAME[@CHECKOUT][=OPTIONS]", help="may be repeated")
     parser.add_argument("--workloads", default="all", help="W1 to W6 with commas between them")
     parser.add_argument("--rounds", type=int, default=3)
@@ -60,8 +61,8 @@ def options(argv: Sequence[str]) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     given.peers = [name for name in given.peers.split(",") if name]
-    if unknown := set(given.peers) - set(PEERS):
-        parser.error(f"no peer {min(unknown)!r}: {', '.join(PEERS)}")
+    if unknown := set(given.peers) - {*PEERS, *SETTINGS}:
+        parser.error(f"no peer {min(unknown)!r}: {', '.join((*PEERS, *SETTINGS))}")
     given.lab = given.lab and Path(given.lab).resolve()
     return given
 

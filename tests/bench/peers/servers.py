@@ -27,6 +27,8 @@ OURS = "ours"
 PORT = "{port}"
 """Stands for the port in a command."""
 PEERS = ("vllm", "llama", "transformers")
+SETTINGS = {"vllm-bf16": "vllm", "vllm-f32": "vllm", "llama-q4_0": "llama", "llama-q4_1": "llama"}
+"""Peers with one of their settings: a server's name, and its peer."""
 MODEL = "smollm2-135m"
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 
@@ -59,13 +61,17 @@ class Missing:
 
 
 def find(lab: Path | None, wanted: list[str], ours: list[str], cores: int) -> list[Server | Missing]:
-    """Ours first, then the peers. `ours` are configurations as `our_server` reads them."""
+    """Ours first, then the peers: of PEERS with all their settings, of SETTINGS with one.
+
+    `ours` are configurations as `our_server` reads them.
+    """
     found: list[Server | Missing] = [our_server(text, lab) for text in ours]
     for name in wanted:
         if lab is None:
             found.append(Missing(name, "no folder with peers: LAB in the environment, or --lab"))
         else:
-            found += _FINDERS[name](lab, cores)
+            settings = _FINDERS[SETTINGS.get(name, name)](lab, cores)
+            found += [one for one in settings if name not in SETTINGS or one.name in (name, SETTINGS[name])]
     return found
 
 

@@ -136,7 +136,8 @@ def test_peers_are_found_where_they_are(tmp_path: Path) -> None:
     assert none == [Missing("vllm", "no folder with peers: LAB in the environment, or --lab")]
     assert [one.name for one in servers.find(tmp_path, list(servers.PEERS), [], 2)] == list(servers.PEERS)
     assert all(isinstance(one, Missing) for one in servers.find(tmp_path, list(servers.PEERS), [], 2))
-    assert [one.name for one in servers.find(tmp_path, list(servers.SETTINGS), [], 2)] == [*["vllm"] * 2, *["llama"] * 2]
+    two_each = ["vllm", "vllm", "llama", "llama"]
+    assert [one.name for one in servers.find(tmp_path, list(servers.SETTINGS), [], 2)] == two_each
     executable(tmp_path / "peers/llama/build/bin/llama-server", "echo 'version: 7 (abc)' >&2")
     executable(tmp_path / "peers/vllm-venv/bin/vllm", "")
     executable(tmp_path / "peers/vllm-venv/bin/python", "echo 1.2.3")

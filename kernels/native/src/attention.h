@@ -4,46 +4,9 @@
 // al., 2022), and every 256 the sums begin anew and are folded together (plan.h). A value is read for the tokens
 // that see it only: a NaN reaches none before it.
 #pragma once
-#include "plan.h"
-
-struct Sums {  // of one query: its output, totals in so many lanes, and the largest score
-    float *out, *total, *largest;
-};
-
-// Sums of a tile's queries over one segment, or over several.
-struct State {
-    alignas(64) float out[QUERIES * (MOST_HEAD + 16)];
-    alignas(64) float total[QUERIES * W];
-    alignas(64) float largest[QUERIES + W];
-    Sums of(int r, int span) { return {out + r * span, total + r * W, largest + r}; }
-};
+#include "sums.h"
 
 constexpr int BITE = 12 << 10;  // bytes of keys, or of values
-
-struct Scratch {  // of one thread
-    // a query's row is 16 floats longer than a head: rows that lie a power of two apart fight for the same cache lines
-    alignas(64) float q[QUERIES * (MOST_HEAD + 16)];
-    alignas(64) float scores[QUERIES * CHUNK];
-    alignas(64) float wide[CHUNK * MOST_HEAD];      // keys or values as floats
-    alignas(64) float gathered[CHUNK * MOST_HEAD];  // units gathered from small blocks
-    alignas(64) float scales[LANES][2][CHUNK];      // of keys and of values, where they have any
-    alignas(64) float factor[QUERIES + W], fresh[QUERIES + W];
-    State states[2];
-    const void* fetched = nullptr;  // the first keys of the tile that was prepared for
-};
-
-INLINE float weight_of(float largest, float most) {  // of what was summed below a smaller largest score
-    return largest == most ? 1.0f : exp_below_zero(splat(largest - most))[0];
-}
-
-// A query's sums, and those of its next segment: added up. One copy, so that all tiles round alike.
-static __attribute__((noinline)) void fold(const Sums& to, const Sums& more, int A) {
-    const float most = *to.largest > *more.largest ? *to.largest : *more.largest;
-    const F a = splat(weight_of(*to.largest, most)), b = splat(weight_of(*more.largest, most));
-    for (int d = 0; d < A; d += W) store(to.out + d, fma(load<F>(more.out + d), b, load<F>(to.out + d) * a));
-    store(to.total, fma(load<F>(more.total), b, load<F>(to.total) * a));
-    *to.largest = most;
-}
 
 // One tile at work.
 template <class T>
@@ -62,6 +25,7 @@ struct Attention {
     const int low = std::max(group.low, tile.from), to = tile.to;
     static constexpr const T* const* NONE = nullptr;  // no units that will be read next
     int rows = 0, lane_rows = 0;  // of all lanes, and of each
+    int segment = 0;              // where the present one begins
 
     // Keys that a token of the group sees, counted from `base`, at most `size`.
     int sees_from(int token, int base) const { return window > 0 ? std::max(0, start + token - window + 1 - base) : 0; }
@@ -79,6 +43,7 @@ struct Attention {
     }
 
     void begin(const float* q, size_t stride, int G, float scale) {
+        scale *= 1.44269504088896341f;  // of e: weights are powers of two
         rows = 0;
         for (int at = 0; at < tile.groups; at++)
             each_query(plan.group(tile, at), G, [&](int token, int head) {
@@ -113,15 +78,32 @@ struct Attention {
         return into;
     }
     const Group& of_lane(int lane) const { return plan.group(tile, lane); }
+
+    // Finds the units of a segment, and those of the chunk after it.
+    void find_units() const {
+        if (cache.U != UNIT) return;
+        const int first = std::max(segment, low / UNIT * UNIT), end = std::min(segment + SEGMENT + CHUNK, to);
+        int block = first / cache.P, offset = first % cache.P;
+        for (int at = first; at < end; at += UNIT) {
+            const T* unit = cache.keys + cache.head_at(group.blocks[block], group.kv_head) + offset * A;
+            for (int lane = 0; lane < lanes; lane++, unit += cache.head_at(0, 1)) s.units[lane][(at - segment) / UNIT] = unit;
+            if ((offset += UNIT) == cache.P) offset = 0, block++;
+        }
+    }
+    const T* unit_at(int lane, int position, bool values) const {
+        const T* keys = (const T*)s.units[lane][(position - segment) / UNIT];
+        return values ? keys + (cache.values - cache.keys) : keys;
+    }
+
     const T* keys_at(int lane, int position, int unit) const {
-        if (cache.U == UNIT) return keys_of(of_lane(lane), position);
+        if (cache.U == UNIT) return unit_at(lane, position, false);
         return gather(position, unit, [this, lane](T* into, int at, int t) {
             const T* key = keys_of(of_lane(lane), at);
             for (int d = 0; d < A; d++) into[d * UNIT + t] = key[d];
         });
     }
     const T* values_at(int lane, int position, int unit) const {
-        if (cache.U == UNIT) return values_of(of_lane(lane), position);
+        if (cache.U == UNIT) return unit_at(lane, position, true);
         return gather(position, unit, [this, lane](T* into, int at, int t) {
             std::memcpy(into + t * A, values_of(of_lane(lane), at), sizeof(T) * A);
         });
@@ -132,20 +114,20 @@ struct Attention {
         const T* now[CHUNK / UNIT];
         const T* then[CHUNK / UNIT];
     };
-    struct Ahead {  // where these begin; tile null: nowhere
+    struct Ahead {  // the next of these; tile null: nowhere
         const Tile* tile;
         bool values;
-        int first;
+        int at, lane = 0;
     };
     // What lies side by side in a block is asked for so, all its heads in turn: memory is faster in that order.
-    void look_ahead(Units& units, int lane, int count, const Ahead& ahead) const {
+    void look_ahead(Units& units, int count, Ahead& ahead) const {
         for (int u = 0; u < count; u++) {
             units.then[u] = units.now[u];
-            if (cache.U != UNIT || !ahead.tile) continue;
-            const int number = lane * count + u, then = ahead.first + number / ahead.tile->lanes * UNIT;
-            if (then >= ahead.tile->to) continue;
-            const Group& g = plan.group(*ahead.tile, number % ahead.tile->lanes);
-            units.then[u] = ahead.values ? values_of(g, then) : keys_of(g, then);
+            if (cache.U != UNIT || !ahead.tile || ahead.at >= ahead.tile->to) continue;
+            const bool mine = ahead.tile == &tile;
+            units.then[u] = mine ? unit_at(ahead.lane, ahead.at, ahead.values)
+                                 : keys_of(plan.group(*ahead.tile, ahead.lane), ahead.at);
+            if (++ahead.lane == ahead.tile->lanes) ahead.lane = 0, ahead.at += UNIT;
         }
     }
     int first_of(const Tile& t) const { return std::max(plan.group(t, 0).low, t.from) / UNIT * UNIT; }
@@ -204,11 +186,11 @@ struct Attention {
             }
     }
 
-    void score(int lane, int first, int count, const Ahead& ahead, float* scores) const {
+    void score(int lane, int first, int count, Ahead& ahead, float* scores) const {
         const float* q = s.q + lane * lane_rows * span;
         Units keys;
         for (int u = 0; u < count; u++) keys.now[u] = keys_at(lane, first + u * UNIT, u);
-        look_ahead(keys, lane, count, ahead);
+        look_ahead(keys, count, ahead);
         if (!widens()) return score_units(q, span, lane_rows, keys.now, keys.then, count, A, scores);
         for (int u = 0; u < count; u++) {
             const float* floats = widen(keys.now[u], 0);
@@ -222,7 +204,7 @@ struct Attention {
         F e[N];
         UNROLL
         for (int i = 0; i < N; i++) e[i] = load<F>(scores + i * W) - shift;
-        exps_below_zero(e);
+        powers_of_two(e);
         UNROLL
         for (int i = 0; i < N; i++) {
             total += e[i];
@@ -252,7 +234,7 @@ struct Attention {
         }
         for (int r = 0; r < rows; r += W) {
             const F before = load<F>(sums.largest + r), now = load<F>(s.fresh + r);
-            store(s.factor + r, before == now ? splat(1.0f) : exp_below_zero(before - now));
+            store(s.factor + r, before == now ? splat(1.0f) : power_of_two(before - now));
             store(sums.largest + r, now);
         }
         for (int r = 0; r < rows; r++) {
@@ -270,10 +252,10 @@ struct Attention {
     }
 
     // Values of `count` units, which every query sees.
-    void add_whole(float* out, int lane, int first, int count, const Ahead& ahead, const float* weights) const {
+    void add_whole(float* out, int lane, int first, int count, Ahead& ahead, const float* weights) const {
         Units values;
         for (int u = 0; u < count; u++) values.now[u] = values_at(lane, first + u * UNIT, u);
-        look_ahead(values, lane, count, ahead);
+        look_ahead(values, count, ahead);
         if (!widens()) return add_units(out, span, 0, lane_rows, weights, values.now, values.then, count, A, 0, UNIT);
         const float* floats[CHUNK / UNIT];
         for (int u = 0; u < count; u++) floats[u] = widen(values.now[u], u);
@@ -302,7 +284,7 @@ struct Attention {
             if (Cache<T>::SCALED) scale_chunk(chunk, begin, size);
             for (int unit = first, next; unit < last; unit = next) {
                 next = std::min(first + count * UNIT, unit + bite() * UNIT);
-                const Ahead ahead{&tile, next >= last, next < last ? next : first};
+                Ahead ahead{&tile, next >= last, next < last ? next : first};
                 for (int lane = 0; lane < lanes; lane++)
                     score(lane, unit, (next - unit) / UNIT, ahead, s.scores + lane * lane_rows * CHUNK + unit - chunk);
             }
@@ -317,7 +299,7 @@ struct Attention {
             for (int unit = first; unit < from; unit += UNIT) partial(unit);
             for (int unit = from, next; unit < end; unit = next) {
                 next = std::min(end, unit + bite() * UNIT);
-                const Ahead ahead = next < end ? Ahead{&tile, true, next} : after(chunk);
+                Ahead ahead = next < end ? Ahead{&tile, true, next} : after(chunk);
                 each_lane(unit, [&](float* out, int lane, const float* weights) {
                     add_whole(out, lane, unit, (next - unit) / UNIT, ahead, weights);
                 });
@@ -370,6 +352,8 @@ struct Attention {
         s.fetched = nullptr;
         for (int at = low; at < to;) {
             const int stop = std::min(to, (at / SEGMENT + 1) * SEGMENT);
+            segment = at / SEGMENT * SEGMENT;
+            find_units();
             clear(*now);
             sum_segment(*now, at, stop);
             if (group.parts) keep(*now, at / SEGMENT);

@@ -77,6 +77,16 @@ INLINE F fma(F a, F b, F c) {
 #endif
 }
 INLINE F fma(F a, float b, F c) { return fma(a, splat(b), c); }
+// A sum stays in a register: GCC 12 counts wrongly where a loop's sums and operands fill the set, and put some of them
+// on the stack.
+INLINE void hold(F& sum) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(sum));
+#elif defined(__AVX2__)
+    asm("" : "+x"(sum));
+#endif
+    (void)sum;
+}
 // a where it is greater than b, else b: where either is a NaN too.
 INLINE F greater(F a, F b) {
 #if defined(__AVX512F__)

@@ -7,6 +7,8 @@ Every knob of the three roles is an option here. A knob that only one role has g
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import signal
 import sys
 import threading
@@ -33,7 +35,6 @@ _OF_ONE_PROCESS = {"name", "metrics_port"}
 
 _MODEL_HELP = "GGUF file or Hugging Face folder; the demo model if left out"
 _MOST_GATEWAYS = 64
-_POLL_S = 0.5
 _ECHO_S = 0.5
 
 
@@ -56,9 +57,12 @@ def main(command: str, argv: Sequence[str]) -> int:
         cluster.start(stop)
         try:
             _greet(cluster, asked.ask, stop)
-            while not stop.wait(_POLL_S):
+            children = _watch_children()
+            while not stop.is_set():
                 for said in cluster.mend():
                     print(f"triptych {command}: {said}", file=sys.stderr, flush=True)
+                select.select([children], [], [])
+                os.read(children, 4096)
             print("Stopping", flush=True)
         finally:
             cluster.stop()
@@ -169,6 +173,15 @@ def _stop_at_signal() -> threading.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     return stop
+
+
+def _watch_children() -> int:
+    """A file that has something to read once a child has ended or a signal has come, so that nobody has to look."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+    return reader
 
 
 def _greet(cluster: Cluster, ask: str, stop: threading.Event) -> None:

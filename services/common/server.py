@@ -24,7 +24,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
-from services.common.channel import MAX_MESSAGE_BYTES, check_address
+from services.common.channel import STREAM_OPTIONS, check_address
 from services.common.errors import InvalidArgument, TriptychError, internal
 from services.common.logs import Log
 from services.common.status import from_rpc_status, to_rpc_status
@@ -36,9 +36,8 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
+    *STREAM_OPTIONS,
 )
 _log = Log("server")
 
@@ -140,7 +139,7 @@ def _stream(behaviour: Callable[..., Any], method: str) -> Callable[..., AsyncIt
 
 
 LOOK_S = {False: 0.1, True: 0.5}
-"""From one look at readiness to the next: seldom once a role is ready, so that idling costs nothing."""
+"""Between two looks at readiness at least, by whether a role is ready; one that idles waits for a change instead."""
 
 
 class Server:

@@ -10,9 +10,7 @@ _TRACEPARENT = re.compile(r"^00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9
 
 def valid(traceparent: str | None) -> str | None:
     """The header if it is well-formed; a malformed one is ignored, as the standard asks."""
-    if traceparent is not None and _TRACEPARENT.match(traceparent):
-        return traceparent
-    return None
+    return traceparent if traceparent is not None and _TRACEPARENT.match(traceparent) else None
 
 
 def start() -> str:

@@ -7,6 +7,7 @@ control          pause, sleep, drain, and back
 loop             take in, schedule, execute, apply, emit
 workers          the worker group: made to stand, driven, lost, made to stand again
 wire/            protobuf to plain data and back
+beats            when heartbeats come
 sessions         what each gateway has been told, and what it has yet to be told
 journal          what the log says of requests
 cache_watch      who watches the prefix index

@@ -45,30 +45,29 @@ class Engine:
         self.server = Server([settings.listen])
         self.loop: EngineLoop | None = None
         self._grammars: Grammars | None = None
-        self._ready = False
         self.service.register(self.server)
 
     async def run(self) -> None:
         """Serves until cancelled."""
         await self.server.start(SERVICE)
         _log.info("listening", listen=self.settings.listen, worker=self.settings.worker)
-        watch = asyncio.create_task(self._watch_readiness())
+        standing = await self.workers.stand(None)
+        engine_metrics = EngineMetrics(self.registry, standing.model.name, self.settings.name)
+        engine_metrics.cache_config(standing, self.settings.enable_prefix_caching)
+        config = core_config(self.settings, standing)
+        grammars = self._grammars = self._make_grammars(standing)
+        loop = EngineLoop(
+            self.settings,
+            self.workers,
+            standing,
+            lambda: EngineCore(config, grammars=grammars),
+            engine_metrics,
+        )
+        engine_metrics.silence(lambda: loop.silence_s)
+        self.service.open(loop, Control(loop, self.workers))
+        self.loop = loop
+        watch = asyncio.create_task(self._watch_readiness(loop))
         try:
-            standing = await self.workers.stand(None)
-            engine_metrics = EngineMetrics(self.registry, standing.model.name, self.settings.name)
-            engine_metrics.cache_config(standing, self.settings.enable_prefix_caching)
-            config = core_config(self.settings, standing)
-            grammars = self._grammars = self._make_grammars(standing)
-            loop = EngineLoop(
-                self.settings,
-                self.workers,
-                standing,
-                lambda: EngineCore(config, grammars=grammars),
-                engine_metrics,
-            )
-            engine_metrics.silence(lambda: loop.silence_s)
-            self.service.open(loop, Control(loop, self.workers))
-            self.loop = loop
             await loop.run()
         finally:
             watch.cancel()
@@ -83,21 +82,22 @@ class Engine:
             changed=lambda: wake(self.workers.changed.set),
         )
 
-    async def _watch_readiness(self) -> None:
-        """Ready while the worker group stands, nothing drains, and work makes progress."""
+    async def _watch_readiness(self, loop: EngineLoop) -> None:
+        """Ready while the worker group stands, nothing drains, and work makes progress.
+
+        Only work can make silence: without any, readiness ends by an event, and nobody has to look.
+        """
+        ready, changed = False, loop.watch()
         while True:
-            loop = self.loop
-            ready = (
-                loop is not None
-                and self.workers.stands
-                and not loop.draining
-                and loop.silence_s < self.settings.ready_silence_s
-            )
-            if ready != self._ready:
-                self._ready = ready
+            changed.clear()
+            before = ready
+            ready = self.workers.stands and not loop.draining and loop.silence_s < self.settings.ready_silence_s
+            if ready != before:
                 await self.server.set_ready(ready)
                 _log.info("ready" if ready else "not ready", missing=self.workers.missing or None)
             await asyncio.sleep(LOOK_S[ready])
+            if ready and loop.idle:
+                await changed.wait()
 
     async def drain(self) -> None:
         """Lets live requests finish for the time that the settings give them, and stops serving."""
@@ -123,7 +123,7 @@ def _version() -> str:
         return "unreleased"
 
 
-async def serve(engine: Engine, scrape: Scrape) -> int:
+async def serve(engine: Engine) -> int:
     """Runs an engine until a signal asks it to end."""
     running = asyncio.create_task(engine.run())
     asked = asyncio.create_task(wait_for_signal())
@@ -138,7 +138,6 @@ async def serve(engine: Engine, scrape: Scrape) -> int:
         asked.cancel()
         await asyncio.gather(running, asked, return_exceptions=True)
         await engine.close()
-        scrape.close()
     return 0
 
 
@@ -147,13 +146,13 @@ async def main(argv: Sequence[str]) -> int:
     try:
         settings = EngineSettings.load(argv, "triptych engine")
         engine = Engine(settings)
-        scrape = Scrape(engine.registry, settings.metrics_host, settings.metrics_port)
+        Scrape(engine.registry, settings.metrics_host, settings.metrics_port)
     except (SettingsError, TriptychError, ValueError, OSError, RuntimeError) as error:  # an address may be taken
         print(f"triptych engine: {error}", file=sys.stderr)
         return 2
     logs.configure("engine", settings.name, settings.log_level, settings.log_style)
     tune_interpreter()
-    return await serve(engine, scrape)
+    return await serve(engine)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class EngineSettings(Settings):
     ready_silence_s: float = knob(10.0, "not ready once work has made no progress for this long", gt=0)
     lease_s: float = knob(10.0, "a worker that hears nothing for this long frees its KV cache", ge=0.3)
 
-    heartbeat_s: float = knob(1.0, "time between frames to a gateway when no step gives it any", gt=0)
+    heartbeat_s: float = knob(3.0, "time between frames to a gateway when no step gives it any", gt=0)
     gateway_grace_s: float = knob(10.0, "requests of a gateway that is gone are ended after this time", ge=0)
     drain_s: float = knob(30.0, "time that live requests get to finish at the first SIGTERM", ge=0)
 

@@ -262,6 +262,7 @@ class EngineLoop:
         self.sessions.look()
         for session in self.sessions:
             session.drain(grace_s)
+        self._show_load()
 
     @property
     def grace_s(self) -> float | None:
@@ -277,6 +278,11 @@ class EngineLoop:
     def context_len(self) -> int:
         """Longest prompt plus output that a request can have."""
         return self._core.context_len
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self._core.has_work
 
     @property
     def silence_s(self) -> float:

@@ -27,6 +27,7 @@ from services.common.channel import connect
 from services.common.errors import FailedPrecondition, InvalidArgument, NotFound, TriptychError, Unavailable
 from services.common.logs import Log
 from services.common.server import error_of
+from services.engine.beats import until_next
 from services.engine.config import EngineSettings
 from services.engine.plan import StepMasks, StepOutcome, StepPlan
 from services.engine.standing import Standing, TextFile
@@ -309,10 +310,10 @@ class WorkerGroup:
 
     async def _keep(self, call: Any) -> None:
         """Heartbeats while no step is sent, and an eye on steps that are stuck."""
-        pause = self._settings.lease_s / 3
+        pause = min(self._settings.lease_s / 3, self._settings.heartbeat_s)  # with the gateways', on one beat
         heartbeat = worker_pb2.ExecuteRequest(heartbeat=worker_pb2.ExecuteHeartbeat())
         while self._lost is None:
-            await asyncio.sleep(min(pause, self._settings.step_timeout_s / 3))
+            await asyncio.sleep(until_next(min(pause, self._settings.step_timeout_s / 3), time.monotonic()))
             if self.silence_s > self._settings.step_timeout_s:
                 self._lose(f"a step got no result for {self._settings.step_timeout_s:g} s", died=True)
                 call.cancel()

@@ -89,8 +89,9 @@ class Gateway:
             task.result()
 
     async def _watch_readiness(self) -> None:
-        ready = False
+        ready, changed = False, self.router.changed
         while True:
+            changed.clear()
             obstacle = self.front.obstacle()
             if (obstacle is None) != ready:
                 ready = obstacle is None
@@ -98,6 +99,7 @@ class Gateway:
                 self.metrics.ready.set(ready)
                 _log.info("ready" if ready else "not ready", missing=obstacle)
             await asyncio.sleep(LOOK_S[ready])
+            await changed.wait()
 
     def _scrape(self) -> bytes:
         self.metrics.live.set(self.router.live)
@@ -110,6 +112,7 @@ class Gateway:
     async def drain(self) -> None:
         """Refuses new requests and lets live ones finish for the time that the settings give them."""
         self.front.draining = True
+        self.router.changed.set()
         await self.server.set_ready(False)
         left = await self.front.drain(self.settings.drain_s)
         _log.info("drained", left=left)

@@ -106,6 +106,7 @@ async def _show_readiness(service: WorkerService, server: Server, stall_s: float
     """Ready is: a model is loaded and no step is stuck. Says what is missing whenever that changes."""
     shown: tuple[bool, str] | None = None
     while True:
+        service.changed.clear()
         stuck = service.silence_s > stall_s
         state = (service.loaded and not stuck, f"progress: no step for {stall_s:g} s" if stuck else service.missing)
         if state != shown:
@@ -113,6 +114,8 @@ async def _show_readiness(service: WorkerService, server: Server, stall_s: float
             await server.set_ready(ready)
             _log.info("ready" if ready else "not ready", missing=missing or None)
         await asyncio.sleep(LOOK_S[state[0]])
+        if state[0] and service.idle:
+            await service.changed.wait()
 
 
 async def main(argv: Sequence[str]) -> int:
@@ -140,7 +143,7 @@ async def main(argv: Sequence[str]) -> int:
     )
     server = Server([settings.listen])
     await service.start(server)
-    _log.info("listening", address=settings.listen, device=runner.device, metrics_port=scrape.port)
+    _log.info("listening", address=settings.listen, device=runner.device, metrics_port=scrape.server_port)
     given_up = asyncio.Event()
     ends = [asyncio.create_task(wait_for_signal()), asyncio.create_task(given_up.wait())]
     tasks: list[asyncio.Task[Any]] = list(ends)
@@ -155,7 +158,6 @@ async def main(argv: Sequence[str]) -> int:
     await service.drain(settings.drain_s)
     await service.close()
     await server.stop(_END_S)
-    scrape.close()
     return int(given_up.is_set())
 
 

@@ -80,6 +80,7 @@ class Lifecycle:
         self.created_s = 0
         self.shape: CacheShape | None = None  # of the cache; None while there is none
         self.asleep = AWAKE  # written on the step thread
+        self.changed = asyncio.Event()  # set whenever `missing` is another than before
 
     @property
     def missing(self) -> str:
@@ -116,6 +117,7 @@ class Lifecycle:
         if self.model is not model:
             self.model = model
             self.created_s = self.created_s or int(time.time())
+            self.changed.set()
             self._metrics.serve(model.architecture)
             _log.info(
                 "loaded",
@@ -190,7 +192,10 @@ class Lifecycle:
                 return 0
             if not self.asleep:
                 self._before_sleep = self.shape
-            freed = await self._thread.run(partial(self._fall_asleep, level))
+            try:
+                freed = await self._thread.run(partial(self._fall_asleep, level))
+            finally:
+                self.changed.set()
         self._show_memory()
         _log.info("asleep", level=level, freed_bytes=freed)
         return freed
@@ -212,6 +217,7 @@ class Lifecycle:
             if self._before_sleep is not None:
                 await self._allocate(self._before_sleep)
             self.asleep = AWAKE
+            self.changed.set()
         _log.info("awake")
 
     async def _allocate(self, shape: CacheShape) -> None:
@@ -220,6 +226,7 @@ class Lifecycle:
             await self._thread.run(partial(self._runner.init_cache, shape))
             self.shape = shape
             self.asleep = AWAKE
+            self.changed.set()
             self._show_memory()
 
     def _refuse_without_weights(self) -> None:

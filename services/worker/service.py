@@ -109,6 +109,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
         self._lease = Lease()
         self._life = Lifecycle(runner, self._thread, self._stepper, metrics, retry_s=retry_s)
         self._stream: _Stream | None = None
+        self.changed = self._life.changed  # set by steps too: readiness may be another than before
 
     # What __main__ asks for.
 
@@ -121,6 +122,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
     def silence_s(self) -> float:
         """Seconds since the last completed step while one is pending."""
         return self._stepper.silence_s
+
+    @property
+    def idle(self) -> bool:
+        """Whether no step is pending."""
+        return not self._stepper.pending
 
     @property
     def loaded(self) -> bool:
@@ -306,6 +312,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):  # type: ignore[misc
             stream.masks.expire(step.step_id)
         masks = stream.masks.expect(step.step_id) if wire.waits_for_masks(step) else None
         self._stepper.expect()
+        self.changed.set()
         decoded = outcome(partial(self._decode, step, stream.last_frame))  # while the step before it runs
         encode = decoded.encode if isinstance(decoded, StepInput) else ()
         self._blobs.want(encode)

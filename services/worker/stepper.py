@@ -78,6 +78,11 @@ class Stepper:
         self._pending += 1
 
     @property
+    def pending(self) -> int:
+        """Steps that have been received and not completed."""
+        return self._pending
+
+    @property
     def silence_s(self) -> float:
         """Seconds since the last completed step while one is pending."""
         return time.monotonic() - self._progress if self._pending else 0.0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -136,3 +139,23 @@ def test_a_damaged_download_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(demo.DemoModelError, match="damaged"):
         demo.fetch()
     assert not list(tmp_path.glob("*.gguf"))
+
+
+def test_serve_is_woken_by_the_end_of_a_child_and_by_signals() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGCHLD, signal.SIGTERM)}
+    came: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _frame: came.append(number))
+    children = serve._watch_children()
+    try:
+        with subprocess.Popen([sys.executable, "-c", ""]) as child:
+            assert select.select([children], [], [], 20)[0]
+            assert os.read(children, 4096) == bytes([signal.SIGCHLD])
+            assert child.wait(0.1) == 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert select.select([children], [], [], 20)[0]
+        assert os.read(children, 4096) == bytes(came) == bytes([signal.SIGTERM])
+    finally:
+        os.close(signal.set_wakeup_fd(-1))
+        os.close(children)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import common_pb2, engine_pb2, worker_pb2, worker_pb2_grpc
 from services.common.errors import FailedPrecondition
-from services.common.server import Server
+from services.common.server import LOOK_S, Server
 from services.engine.__main__ import Engine
 from services.engine.config import EngineSettings
 from services.engine.events import FINISH_LENGTH
@@ -139,6 +139,17 @@ async def test_a_small_pool_preempts_and_gives_the_same_tokens(worker: str, list
             assert bool(preemptions) == (blocks == 12)
             await gateway.close()
     assert results[0] == results[1]
+
+
+async def test_an_engine_that_idles_sees_that_its_worker_is_gone(own_worker: WorkerProcess, listen: str) -> None:
+    own_worker.start()
+    async with running_engine(own_worker.address, listen, **KNOBS):
+        gateway = Gateway(listen)
+        await ready(gateway, True)
+        await asyncio.sleep(1.2 * LOOK_S[True])  # nobody looks any more
+        own_worker.kill()
+        await ready(gateway, False)
+        await gateway.close()
 
 
 async def test_a_stuck_step_is_a_lost_worker(sockets: Path, listen: str, tmp_path: Path) -> None:

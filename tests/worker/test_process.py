@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
@@ -18,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import worker_pb2, worker_pb2_grpc
 from services.common.channel import backoff, connect
+from services.common.server import LOOK_S
 from services.common.settings import SettingsError
 from services.worker.__main__ import build_blobs, build_runner
 from services.worker.config import WorkerSettings
@@ -40,14 +42,15 @@ def process(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
                 running.kill()
 
 
-async def ready(channel: grpc.aio.Channel) -> None:
+async def ready(channel: grpc.aio.Channel, wanted: bool = True) -> None:
+    status = health_pb2.HealthCheckResponse.SERVING if wanted else health_pb2.HealthCheckResponse.NOT_SERVING
     stub = health_pb2_grpc.HealthStub(channel)
     async for _ in backoff():
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest())
         except grpc.aio.AioRpcError:
             continue
-        if answer.status == health_pb2.HealthCheckResponse.SERVING:
+        if answer.status == status:
             return
 
 
@@ -76,6 +79,21 @@ async def test_without_torch_until_sigterm(tmp_path: Path) -> None:
     assert freed["trace_id"] == "0123456789abcdef0123456789abcdef"
     assert (freed["prompt_tokens"], freed["computed_tokens"], freed["sampled_tokens"]) == (3, 3, 1)
     assert not (tmp_path / "w.sock").exists()
+
+
+async def test_a_worker_that_idles_sees_that_its_readiness_has_changed(tmp_path: Path) -> None:
+    with process(tmp_path, "--simulated") as running:
+        async with connect(f"unix:{tmp_path}/w.sock") as channel:
+            await ready(channel)
+            worker = Worker(None, None, worker_pb2_grpc.WorkerServiceStub(channel))  # type: ignore[arg-type]
+            await worker.prepare()
+            await asyncio.sleep(1.2 * LOOK_S[True])  # nobody looks any more
+            await worker.stub.Sleep(worker_pb2.WorkerServiceSleepRequest(level=2, engine_incarnation=5))
+            await ready(channel, False)
+            await worker.stub.WakeUp(worker_pb2.WorkerServiceWakeUpRequest(engine_incarnation=5))
+            await ready(channel)
+        running.terminate()
+        assert running.wait(10) == 0
 
 
 async def test_a_script_may_kill_it_after_the_results_before(tmp_path: Path) -> None:

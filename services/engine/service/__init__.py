@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from array import array
 from collections.abc import AsyncIterator
 
@@ -20,6 +21,7 @@ from services.common.channel import CHUNK_BYTES
 from services.common.errors import InvalidArgument, NotFound, TriptychError, Unimplemented
 from services.common.logs import Log
 from services.common.server import Server
+from services.engine.beats import until_next
 from services.engine.config import EngineSettings
 from services.engine.events import FINISH_ABORT, FINISH_STOP_STRING
 from services.engine.service.opened import Context
@@ -159,7 +161,7 @@ class EngineService(OperatorCalls, WatchCalls):
         reader.add_done_callback(lambda _: session.wake.set())
         while session.stream == stream:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.heartbeat_s):
+                async with asyncio.timeout(until_next(self._settings.heartbeat_s, time.monotonic())):
                     await session.wake.wait()
             if reader.done():
                 reader.result()  # raises what the gateway did wrong

@@ -78,6 +78,7 @@ class Router:
         self._expiry: asyncio.TimerHandle | None = None
         self._draining = False
         self._serving = True  # as the engine's health says
+        self.changed = asyncio.Event()  # set whenever `obstacle` may answer otherwise than before
         self.blob_address: str | None = None  # where workers fetch media; told to each engine
         self.load = Load()
         self.missing: str | None = f"engine at {address}: not connected yet"
@@ -184,6 +185,7 @@ class Router:
         if missing != self.missing or self.attached:
             _log.warning("waiting for the engine", missing=missing)
         self.missing = missing
+        self.changed.set()
 
     async def _session(self) -> None:
         hello = await self._stub.Hello(engine_pb2.EngineServiceHelloRequest(gateway=self._peer), timeout=10.0)
@@ -218,8 +220,10 @@ class Router:
         try:
             async for answer in watch(health_pb2.HealthCheckRequest()):
                 self._serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+                self.changed.set()
         except grpc.aio.AioRpcError:
             self._serving = True
+            self.changed.set()
 
     async def _read(self, call: Stream) -> engine_pb2.AttachResponse | None:
         try:
@@ -255,6 +259,7 @@ class Router:
         """The stream stands: everything that the engine does not run (any more) is submitted again."""
         before, self._info = self._info, info
         self._outbox, self._draining, self.missing = outbox, False, None
+        self.changed.set()
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None
@@ -275,6 +280,7 @@ class Router:
         """The stream is gone: live requests wait for the next one, but not for ever."""
         self._outbox = None
         self.load = Load()
+        self.changed.set()
         self._waits_until = time.monotonic() + self._budget_s
         loop = asyncio.get_running_loop()
         self._expiry = loop.call_later(self._budget_s, self._fail_all, f"lost for {self._budget_s:g} s")
@@ -288,6 +294,7 @@ class Router:
     async def _take(self, frame: engine_pb2.AttachResponse) -> None:
         if frame.HasField("load"):
             self.load = wire.load(frame.load)
+            self.changed.set()
         kind = frame.WhichOneof("frame")
         if kind == "outputs":
             await self._take_outputs(frame.outputs)
@@ -298,6 +305,7 @@ class Router:
             self._fail(frame.failed.handle, wire.failure(frame.failed.failure), choice)
         elif kind == "draining":
             self._draining = True
+            self.changed.set()
 
     def _fail(self, handle: int, error: TriptychError, choice: int | None = None) -> None:
         request = self._live.pop(handle, None)

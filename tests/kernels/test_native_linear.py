@@ -112,3 +112,30 @@ def test_a_row_of_zeros_is_the_bias():
     for kind in KINDS:
         packed, _ = make(library, kind, 24, 32, bias)
         assert torch.equal(product(library, packed, torch.zeros(2, 32)), bias.expand(2, 24))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_groups_of_any_size_lose_at_most_half_a_step_of_their_own(level):
+    library = load(level)
+    packed, weight = make(library, "q4", 40, 192)
+    sizes = torch.tensor([[1.0, 1e-2, 1e-4, 1e-6, 0.0, 30.0], [1.0] * 6, [1e-3, 1e3, 1.0, 1e3, 1e-30, 1e-9]])
+    x = torch.randn(3, 6, 32) * sizes[:, :, None]
+    largest = x.abs().amax(2, keepdim=True).double()
+    # a group's step is a whole number of a row's units, 2^14 of which are its largest step
+    step = (largest + largest.amax(1, keepdim=True) / 2**14) / 127
+    flat = x.reshape(3, 192).double()
+    lost = (step / 2).expand(3, 6, 32).reshape(3, 192) + 1e-6 * flat.abs().amax(1, keepdim=True)
+    expected = flat @ weight.T
+    assert ((product(library, packed, x.reshape(3, 192)).double() - expected).abs() <= lost @ weight.abs().T).all()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_size_of_a_row_changes_nothing(level):
+    library = load(level)
+    packed, _ = make(library, "q4", 24, 64)
+    x = torch.randn(2, 64)
+    whole = product(library, packed, x)
+    for power in (-90, -40, 60, 100):
+        assert torch.equal(product(library, packed, x * 2.0**power), whole * 2.0**power), power
+    nothing = whole * 2.0**-120 if level == "portable" else torch.zeros(2, 24)
+    assert torch.equal(product(library, packed, x * 2.0**-120), nothing)

@@ -11,7 +11,8 @@
 //
 // The other factor of a quantized product is quantized as well, as `inputs_of` says for this build:
 //
-//     BYTES   a signed byte q and a scale s for each group of 32 inputs:  y += s d (sum of u q) + (s sum of q) m
+//     BYTES   a signed byte q, a whole number n for each group of 32 inputs, and one scale s for a row:
+//             y = s (sum over groups of d n (sum of u q) + m n (sum of q))
 //     WORDS   16 bits q, and one scale s for a row:                       y = s (sum over groups of d (sum of the products))
 //     FLOATS  as it is: the portable build makes floats of the weights
 //
@@ -66,7 +67,8 @@ struct Weight {
 // Rows of inputs that were quantized. Made anew in every step.
 struct Quantized {
     void* q;       // [T, K], int8 or int16
-    float* scale;  // BYTES: [T, K / 32, 2]: s, and s times the sum of q. WORDS: [T]
+    float* scale;  // BYTES: [T, K / 32, 2]: n, and n times the sum of q. WORDS: [T]
+    float* unit;   // BYTES: [T]
 };
 
 // Rows of a plain matrix [N, K] of 4 or 2 byte values into column blocks.

@@ -15,7 +15,7 @@ INLINE void tile(const Weight& weight, size_t size, const uint8_t* data, const v
     if constexpr (inputs_of(kind) == BYTES) {
         const Quantized& in = *(const Quantized*)x;
         const float* scale = in.scale + row * (K / GROUP) * 2;
-        bytes_tile<kind, KEPT, M, C>(data, size, (const int8_t*)in.q + row * K, scale, K / GROUP, K, bias, 0, y, stride, later);
+        bytes_tile<kind, KEPT, M, C>(data, size, (const int8_t*)in.q + row * K, scale, K / GROUP, K, false, in.unit + row, bias, y, stride, later);
     } else if constexpr (inputs_of(kind) == WORDS) {
         const Quantized& in = *(const Quantized*)x;
         words_tile<M, C>(data, size, (const int16_t*)in.q + row * K, in.scale + row, K, bias, y, stride, later);
@@ -56,9 +56,9 @@ static void tiles(const Weight& weight, const void* x, int64_t row, int64_t end,
 #if VECTORS
 // `rows` of them, at most M, with weights that were spread.
 template <int M, int C>
-INLINE void some_spread_rows(int64_t rows, const uint8_t* data, size_t size, const int8_t* q, const float* scale, int groups, size_t K, const float* from, size_t from_stride, float* y, size_t stride) {
-    if (rows == M) return bytes_tile<Q4, SPREAD_OUT, M, C>(data, size, q, scale, groups, K, from, from_stride, y, stride, nullptr);
-    if constexpr (M > 1) some_spread_rows<M - 1, C>(rows, data, size, q, scale, groups, K, from, from_stride, y, stride);
+INLINE void some_spread_rows(int64_t rows, const uint8_t* data, size_t size, const int8_t* q, const float* scale, int groups, size_t K, bool goes_on, const float* unit, const float* bias, float* y, size_t stride) {
+    if (rows == M) return bytes_tile<Q4, SPREAD_OUT, M, C>(data, size, q, scale, groups, K, goes_on, unit, bias, y, stride, nullptr);
+    if constexpr (M > 1) some_spread_rows<M - 1, C>(rows, data, size, q, scale, groups, K, goes_on, unit, bias, y, stride);
 }
 
 // The same for Q4 and many rows: the weights are spread once for all of them, some groups at a time, which stay in
@@ -69,6 +69,7 @@ static void spread_tiles(const Weight& weight, const Quantized& x, int64_t row, 
     alignas(64) uint8_t spread_out[C * MOST * SPREAD];
     const int groups = weight.K / GROUP, parts = (groups + MOST - 1) / MOST;
     const size_t K = weight.K, size = block_bytes(Q4, K);
+    const float* bias = weight.bias ? weight.bias + block * W : nullptr;
     for (int part = 0; part < parts; part++) {
         const int first = groups * part / parts, count = groups * (part + 1) / parts - first;
         for (int c = 0; c < C; c++)
@@ -80,11 +81,10 @@ static void spread_tiles(const Weight& weight, const Quantized& x, int64_t row, 
         int64_t at = row;
         for (int64_t left = (end - row + M - 1) / M; left > 0; left--) {
             const int64_t rows = even_share(at, end, left);
-            float* to = y + at * stride;
-            const float* from = part ? to : weight.bias ? weight.bias + block * W : nullptr;
+            const float* unit = part + 1 < parts ? nullptr : x.unit + at;
             const int8_t* q = (const int8_t*)x.q + at * K + first * GROUP;
             const float* scale = x.scale + (at * groups + first) * 2;
-            some_spread_rows<M, C>(rows, spread_out, count * SPREAD, q, scale, count, K, from, part ? stride : 0, to, stride);
+            some_spread_rows<M, C>(rows, spread_out, count * SPREAD, q, scale, count, K, part > 0, unit, bias, y + at * stride, stride);
             at += rows;
         }
     }
@@ -131,7 +131,8 @@ static void linear_item(const Weight& weight, const void* x, int64_t row, int64_
         partial_block<kind, NARROW>(weight, x, row, end, y, stride);
     }
 #if VECTORS
-    constexpr int M = 6, C = 2, FLAT = 2, MANY = 24;  // FLAT: rows of a tile of four blocks; MANY: weights are spread
+    constexpr int M = kind == Q4 && W == 8 ? 4 : 6;  // 12 sums, two weights and their high nibbles are more than 16 registers
+    constexpr int C = 2, FLAT = 2, MANY = 24;        // FLAT: rows of a tile of four blocks; MANY: weights are spread
     if (end - row <= FLAT && last - block == 4)
         return tiles<kind, FLAT, 4>(weight, x, row, end, block, y + block * W, stride, later_than(weight, block, 4, later));
     if (kind == Q4 && end - row >= MANY)

@@ -146,6 +146,7 @@ class Program {
         for (size_t at = 0; at < buffers_.size(); at++) {
             memory_[at] = quantized_[at].q = block_ + starts[at];
             quantized_[at].scale = (float*)(block_ + starts[at] + size_t(tokens) * 2 * buffers_[at].width);
+            quantized_[at].unit = quantized_[at].scale + size_t(tokens) * (buffers_[at].width / GROUP * 2);
         }
         capacity_ = tokens;
         return true;
@@ -269,7 +270,7 @@ class Program {
         const int width = buffers_[i.quantized].width;
         const float* from = at(i.op == QUANTIZE ? i.x : i.y, token);
         if (buffers_[i.quantized].inputs == BYTES)
-            quantize_bytes(from, width, (int8_t*)to.q + token * width, to.scale + token * (width / GROUP) * 2);
+            quantize_bytes(from, width, (int8_t*)to.q + token * width, to.scale + token * (width / GROUP) * 2, to.unit + token);
         else quantize_words(from, width, (int16_t*)to.q + token * width, to.scale + token);
     }
 

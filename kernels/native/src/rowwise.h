@@ -40,14 +40,36 @@ INLINE int32_t sum_of(I v) {
     return across(v, [](I a, I b) { return a + b; });
 }
 
-// One row in groups of 32: bytes, and two scales each. What is not finite makes the scale so.
-static void quantize_bytes(const float* x, int K, int8_t* q, float* scale) {
+// A group's scale is a whole number of units, of which the largest has so many: the sum of a group of 4-bit numbers times
+// that fits 32 bits. Smaller scales are rounded up, and lose nothing that counts beside the largest.
+constexpr int UNITS = 1 << 14;
+
+INLINE void put_number(int32_t n, float* scale) {
+#if defined(__AVX512VNNI__)
+    *scale = float(n);
+#else
+    n |= n << 16;  // two words: the sum of a group comes in two
+    std::memcpy(scale, &n, 4);
+#endif
+}
+
+// One row in groups of 32: bytes, a whole number for each group and that times their sum; and a unit, which is NaN where
+// something is not finite. A row whose unit would be no normal float counts as 0.
+static void quantize_bytes(const float* x, int K, int8_t* q, float* scale, float* unit) {
     constexpr int V = GROUP / W;
-    for (int g = 0; g < K / GROUP; g++, x += GROUP, q += GROUP, scale += 2) {
+    I row{};
+    for (int g = 0; g < K / GROUP; g++) {
         I largest{};
         UNROLL
-        for (int v = 0; v < V; v++) largest = larger(magnitude(load<F>(x + v * W)), largest);
-        const float most = largest_of(largest), inverse = most > 0 ? 127.0f / most : 0.0f;
+        for (int v = 0; v < V; v++) largest = larger(magnitude(load<F>(x + g * GROUP + v * W)), largest);
+        row = larger(row, largest);
+        scale[2 * g] = largest_of(largest);
+    }
+    const float most = largest_of(row), units = most >= 1e-31f ? UNITS / most : 0.0f;
+    *unit = most / (127.0f * UNITS);
+    for (int g = 0; g < K / GROUP; g++, x += GROUP, q += GROUP, scale += 2) {
+        const float number = units > 0 ? std::min(std::ceil(scale[0] * units), float(UNITS)) : 0.0f;
+        const float inverse = number > 0 ? 1.0f / (number * *unit) : 0.0f;
         I n[V], totals{};
         UNROLL
         for (int v = 0; v < V; v++) {
@@ -62,8 +84,8 @@ static void quantize_bytes(const float* x, int K, int8_t* q, float* scale) {
 #else
         for (int v = 0; v < V; v++) store(q + v * W, __builtin_convertvector(n[v], Narrow));
 #endif
-        scale[0] = most / 127.0f;
-        scale[1] = scale[0] * float(sum_of(totals));
+        put_number(int32_t(number), scale);
+        scale[1] = number * float(sum_of(totals));
     }
 }
 

@@ -54,11 +54,12 @@ INLINE void add_bytes(Integers& sum, Integers u, Integers q) {
 #endif
 }
 
-INLINE I group_total(Integers sum) {
+// The sum of one group, times the group's whole number. Without VNNI that is what adds up its pairs.
+INLINE F group_total(Integers sum, const float* scale) {
 #if defined(__AVX512VNNI__)
-    return (I)sum;
+    return to_float((I)sum) * scale[0];
 #else
-    return (I)multiply_words(sum, ones16());
+    return to_float((I)multiply_words(sum, four(scale)));
 #endif
 }
 
@@ -128,18 +129,18 @@ INLINE void bytes_group(Integers (&sums)[C][M], const uint8_t* group, size_t blo
     }
 }
 
-// Inputs of so many groups; rows of q are K apart, and their scales. y = from + products, where `from` is not null;
-// rows of it are `from_stride` apart.
+// Inputs of so many groups; rows of q are K apart, and their scales. Sums begin with what y holds where they go on from
+// there, else with 0. y = unit * sums + bias, or the sums themselves where they are to go on later: `unit` is null then.
 template <Kind kind, Form form, int M, int C>
 INLINE void bytes_tile(
-    const uint8_t* weight, size_t block, const int8_t* q, const float* scale, int groups, size_t K, const float* from,
-    size_t from_stride, float* y, size_t stride, const uint8_t* later
+    const uint8_t* weight, size_t block, const int8_t* q, const float* scale, int groups, size_t K, bool goes_on,
+    const float* unit, const float* bias, float* y, size_t stride, const uint8_t* later
 ) {
     F acc[C][M];
     UNROLL
     for (int c = 0; c < C; c++)
         UNROLL
-        for (int r = 0; r < M; r++) acc[c][r] = from ? load<F>(from + r * from_stride + c * W) : F{};
+        for (int r = 0; r < M; r++) acc[c][r] = goes_on ? load<F>(y + r * stride + c * W) : F{};
     for (int g = 0; g < groups; g++, weight += stride_of_groups<kind, form>(), q += GROUP, scale += 2) {
         Integers sums[C][M];
         if (later) fetch_lines<C * group_bytes(kind)>(later + g * C * group_bytes(kind));
@@ -151,13 +152,16 @@ INLINE void bytes_tile(
             UNROLL
             for (int r = 0; r < M; r++) {
                 const float* s = scale + r * (K / GROUP * 2);
-                acc[c][r] = fma(to_float(group_total(sums[c][r])), d * s[0], fma(m, s[1], acc[c][r]));
+                acc[c][r] = fma(group_total(sums[c][r], s), d, fma(m, s[1], acc[c][r]));
             }
         }
     }
     UNROLL
     for (int c = 0; c < C; c++)
         UNROLL
-        for (int r = 0; r < M; r++) store(y + r * stride + c * W, acc[c][r]);
+        for (int r = 0; r < M; r++) {
+            const F sum = unit ? fma(acc[c][r], unit[r], bias ? load<F>(bias + c * W) : F{}) : acc[c][r];
+            store(y + r * stride + c * W, sum);
+        }
 }
 #endif

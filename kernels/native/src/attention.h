@@ -256,10 +256,10 @@ struct Attention {
         Units values;
         for (int u = 0; u < count; u++) values.now[u] = values_at(lane, first + u * UNIT, u);
         look_ahead(values, count, ahead);
-        if (!widens()) return add_units(out, span, 0, lane_rows, weights, values.now, values.then, count, A, 0, UNIT);
+        if (!widens()) return add_units<true>(out, span, 0, lane_rows, weights, values.now, values.then, count, A, 0, UNIT);
         const float* floats[CHUNK / UNIT];
         for (int u = 0; u < count; u++) floats[u] = widen(values.now[u], u);
-        add_units(out, span, 0, lane_rows, weights, floats, values.then, count, A, 0, UNIT);
+        add_units<true>(out, span, 0, lane_rows, weights, floats, values.then, count, A, 0, UNIT);
     }
     void add_partial(float* out, int lane, int at, const float* weights) const {
         const T* values = values_at(lane, at, 0);

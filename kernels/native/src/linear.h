@@ -54,37 +54,47 @@ static void tiles(const Weight& weight, const void* x, int64_t row, int64_t end,
 }
 
 #if VECTORS
-// `rows` of them, at most M, with weights that were spread.
-template <int M, int C>
-INLINE void some_spread_rows(int64_t rows, const uint8_t* data, size_t size, const int8_t* q, const float* scale, int groups, size_t K, bool goes_on, const float* unit, const float* bias, float* y, size_t stride) {
-    if (rows == M) return bytes_tile<Q4, SPREAD_OUT, M, C>(data, size, q, scale, groups, K, goes_on, unit, bias, y, stride, nullptr);
-    if constexpr (M > 1) some_spread_rows<M - 1, C>(rows, data, size, q, scale, groups, K, goes_on, unit, bias, y, stride);
+// Some groups of a product with Q4: what tiles of any number of rows have in common.
+struct Part {
+    const uint8_t* data;  // of the first group of the first block, which are `size` apart
+    size_t size;
+    int groups;
+    size_t K;
+    bool goes_on;       // from what y holds
+    const float* bias;  // of the first block, or null
+    uint8_t* spread;
+};
+
+// `rows` of them, at most M. unit: null where another part follows.
+template <Form form, int M, int C>
+INLINE void part_rows(int64_t rows, const Part& part, const int8_t* q, const float* scale, const float* unit, float* y, size_t stride, const uint8_t* later) {
+    if (rows == M) {
+        const bool spread = form == SPREAD_OUT;
+        return bytes_tile<Q4, form, M, C>(spread ? part.spread : part.data, spread ? part.groups * SPREAD : part.size, q, scale, part.groups, part.K, part.goes_on, unit, part.bias, y, stride, later, part.spread);
+    }
+    if constexpr (M > 1) part_rows<form, M - 1, C>(rows, part, q, scale, unit, y, stride, later);
 }
 
-// The same for Q4 and many rows: the weights are spread once for all of them, some groups at a time, which stay in
+// The same for Q4 and many rows: the first tile spreads the weights for all others, some groups at a time, which stay in
 // the first cache. Sums go on from what y holds: a float is the same in memory as in a register.
 template <int M, int C>
 static void spread_tiles(const Weight& weight, const Quantized& x, int64_t row, int64_t end, int64_t block, float* y, size_t stride, const uint8_t* later) {
     constexpr int MOST = (24 << 10) / (C * SPREAD);
-    alignas(64) uint8_t spread_out[C * MOST * SPREAD];
+    alignas(64) uint8_t spread[C * MOST * SPREAD];
     const int groups = weight.K / GROUP, parts = (groups + MOST - 1) / MOST;
     const size_t K = weight.K, size = block_bytes(Q4, K);
     const float* bias = weight.bias ? weight.bias + block * W : nullptr;
-    for (int part = 0; part < parts; part++) {
-        const int first = groups * part / parts, count = groups * (part + 1) / parts - first;
-        for (int c = 0; c < C; c++)
-            for (int g = 0; g < count; g++) {
-                const size_t offset = c * size + (first + g) * group_bytes(Q4);
-                if (later) fetch_lines<group_bytes(Q4)>(later + offset);
-                spread(weight.data + block * size + offset, spread_out + (c * count + g) * SPREAD);
-            }
+    for (int p = 0; p < parts; p++) {
+        const int first = groups * p / parts, count = groups * (p + 1) / parts - first;
+        const Part part{weight.data + block * size + first * group_bytes(Q4), size, count, K, p > 0, bias, spread};
         int64_t at = row;
         for (int64_t left = (end - row + M - 1) / M; left > 0; left--) {
             const int64_t rows = even_share(at, end, left);
-            const float* unit = part + 1 < parts ? nullptr : x.unit + at;
+            const float* unit = p + 1 < parts ? nullptr : x.unit + at;
             const int8_t* q = (const int8_t*)x.q + at * K + first * GROUP;
             const float* scale = x.scale + (at * groups + first) * 2;
-            some_spread_rows<M, C>(rows, spread_out, count * SPREAD, q, scale, count, K, part > 0, unit, bias, y + at * stride, stride);
+            if (at > row) part_rows<SPREAD_OUT, M, C>(rows, part, q, scale, unit, y + at * stride, stride, nullptr);
+            else part_rows<SPREADING, M, C>(rows, part, q, scale, unit, y + at * stride, stride, later ? later + first * C * group_bytes(Q4) : nullptr);
             at += rows;
         }
     }
@@ -132,7 +142,7 @@ static void linear_item(const Weight& weight, const void* x, int64_t row, int64_
     }
 #if VECTORS
     constexpr int M = kind == Q4 && W == 8 ? 4 : 6;  // 12 sums, two weights and their high nibbles are more than 16 registers
-    constexpr int C = 2, FLAT = 2, MANY = 24;        // FLAT: rows of a tile of four blocks; MANY: weights are spread
+    constexpr int C = 2, FLAT = 2, MANY = 16;        // FLAT: rows of a tile of four blocks; MANY: weights are spread
     if (end - row <= FLAT && last - block == 4)
         return tiles<kind, FLAT, 4>(weight, x, row, end, block, y + block * W, stride, later_than(weight, block, 4, later));
     if (kind == Q4 && end - row >= MANY)

@@ -76,27 +76,15 @@ INLINE void bytes_step(Integers (&sums)[C][M], const Integers (&u)[C], const int
 // Q4 as a tile of many rows reads it: a group's low nibbles, its high ones, a byte each, then W floats d and W floats m.
 constexpr int SPREAD = 40 * W;  // bytes of a group of one column block
 
-INLINE void spread(const uint8_t* group, uint8_t* to) {
-    UNROLL
-    for (int step = 0; step < 4; step++) {
-        const Integers u = load<Integers>(group + 4 * W * step);
-        store(to + 4 * W * step, low_nibbles(u));
-        store(to + 4 * W * (step + 4), high_nibbles(u));
-    }
-    const uint16_t* scales = (const uint16_t*)(group + scales_at(Q4));
-    store((float*)(to + 32 * W), from_half(scales));
-    store((float*)(to + 36 * W), from_half(scales + W));
-}
-
-// How a tile reads its weights: as they are kept, or spread.
-enum Form { KEPT, SPREAD_OUT };
+// How a tile reads its weights: as they are kept, the same and spreads them for the tiles after it, or spread.
+enum Form { KEPT, SPREADING, SPREAD_OUT };
 
 template <Kind kind, Form form>
 INLINE constexpr size_t stride_of_groups() { return form == SPREAD_OUT ? SPREAD : group_bytes(kind); }
 
 // d and m of a group: weight = d * u + m.
 template <Kind kind, Form form>
-INLINE void read_scales(const uint8_t* group, F& d, F& m) {
+INLINE void read_scales(const uint8_t* group, F& d, F& m, uint8_t* to) {
     if constexpr (form == SPREAD_OUT) {
         d = load<F>((const float*)(group + 32 * W));
         m = load<F>((const float*)(group + 36 * W));
@@ -104,13 +92,17 @@ INLINE void read_scales(const uint8_t* group, F& d, F& m) {
         const uint16_t* scales = (const uint16_t*)(group + scales_at(kind));
         d = from_half(scales);
         m = kind == Q4 ? from_half(scales + (kind == Q4 ? W : 0)) : d * -128.0f;
+        if constexpr (form == SPREADING) {
+            store((float*)(to + 32 * W), d);
+            store((float*)(to + 36 * W), m);
+        }
     }
 }
 
-// The integer sums of one group.
+// The integer sums of one group. `to`: where it is spread, its blocks `to_block` apart.
 template <Kind kind, Form form, int M, int C>
-INLINE void bytes_group(Integers (&sums)[C][M], const uint8_t* group, size_t block, const int8_t* q, size_t K) {
-    constexpr bool nibbles = kind == Q4 && form == KEPT;
+INLINE void bytes_group(Integers (&sums)[C][M], const uint8_t* group, size_t block, const int8_t* q, size_t K, uint8_t* to, size_t to_block) {
+    constexpr bool nibbles = kind == Q4 && form != SPREAD_OUT;
     constexpr int steps = nibbles ? 4 : 8;
     UNROLL
     for (int step = 0; step < steps; step++) {
@@ -122,6 +114,10 @@ INLINE void bytes_group(Integers (&sums)[C][M], const uint8_t* group, size_t blo
                 high[c] = high_nibbles(u[c]);
                 u[c] = low_nibbles(u[c]);
             }
+            if constexpr (form == SPREADING) {
+                store(to + c * to_block + 4 * W * step, u[c]);
+                store(to + c * to_block + 4 * W * (step + 4), high[c]);
+            }
         }
         if (step == 0) bytes_step<true>(sums, u, q, K);
         else bytes_step<false>(sums, u, q + 4 * step, K);
@@ -131,24 +127,26 @@ INLINE void bytes_group(Integers (&sums)[C][M], const uint8_t* group, size_t blo
 
 // Inputs of so many groups; rows of q are K apart, and their scales. Sums begin with what y holds where they go on from
 // there, else with 0. y = unit * sums + bias, or the sums themselves where they are to go on later: `unit` is null then.
+// `to`: where weights are spread, a block's groups one after the other.
 template <Kind kind, Form form, int M, int C>
 INLINE void bytes_tile(
     const uint8_t* weight, size_t block, const int8_t* q, const float* scale, int groups, size_t K, bool goes_on,
-    const float* unit, const float* bias, float* y, size_t stride, const uint8_t* later
+    const float* unit, const float* bias, float* y, size_t stride, const uint8_t* later, uint8_t* to = nullptr
 ) {
+    const size_t to_block = groups * SPREAD;
     F acc[C][M];
     UNROLL
     for (int c = 0; c < C; c++)
         UNROLL
         for (int r = 0; r < M; r++) acc[c][r] = goes_on ? load<F>(y + r * stride + c * W) : F{};
-    for (int g = 0; g < groups; g++, weight += stride_of_groups<kind, form>(), q += GROUP, scale += 2) {
+    for (int g = 0; g < groups; g++, weight += stride_of_groups<kind, form>(), q += GROUP, scale += 2, to += SPREAD) {
         Integers sums[C][M];
         if (later) fetch_lines<C * group_bytes(kind)>(later + g * C * group_bytes(kind));
-        bytes_group<kind, form>(sums, weight, block, q, K);
+        bytes_group<kind, form>(sums, weight, block, q, K, to, to_block);
         UNROLL
         for (int c = 0; c < C; c++) {
             F d, m;
-            read_scales<kind, form>(weight + c * block, d, m);
+            read_scales<kind, form>(weight + c * block, d, m, to + c * to_block);
             UNROLL
             for (int r = 0; r < M; r++) {
                 const float* s = scale + r * (K / GROUP * 2);

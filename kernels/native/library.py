@@ -193,6 +193,7 @@ class PackedWeight:
         self.kind = library.kind_of(weight_OI)
         self.inputs = library.inputs_of(self.kind)
         self.shape = (outputs, inputs)
+        self.row_items = library.row_items(outputs)
         self._size: int = library.calls.triptych_packed_bytes(self.kind, outputs, inputs)
         self.pages, data = (arena or Arena(library)).take(self._size)
         if isinstance(weight_OI, Blocks):
@@ -293,6 +294,10 @@ class Library:
         """Whether attention does heads of this size."""
         return bool(self.calls.triptych_serves(head_dim))
 
+    def row_items(self, outputs: int) -> int:
+        """Parts into which a product of so many outputs cuts a row."""
+        return int(self.calls.triptych_row_items(outputs))
+
     def kind_of(self, weight: torch.Tensor | Blocks) -> Kind:
         """How a weight is stored. Raises ValueError for a type that is not served."""
         if isinstance(weight, Blocks):
@@ -317,6 +322,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "triptych_width": (c_int, ()),
     "triptych_inputs": (c_int, (c_int,)),
     "triptych_serves": (c_int, (c_int,)),
+    "triptych_row_items": (c_int64, (c_int64,)),
     "triptych_pool": (c_void_p, (c_int, c_int)),
     "triptych_pool_free": (None, (c_void_p,)),
     "triptych_spent": (c_void_p, (c_void_p,)),

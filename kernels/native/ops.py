@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -208,9 +208,23 @@ def silu_mul(gate_up: Symbol) -> Symbol:
 
 
 def largest(x: Symbol) -> Symbol:
-    """The place of each row's largest, in the bits of a float, and its value."""
-    y = x.recorder.new(2)
-    x.recorder.add(Line(Op.LARGEST, x=x, y=y))
+    """The place of each row's largest, in the bits of a float, and its value.
+
+    Of a product that was just made, which is then not written: 32 rows of a head of 49,152 took 8.2 to 9.8 ms, and
+    take 7.1.
+    """
+    recorder, made = x.recorder, x.recorder.lines[-1]
+    if made.op is not Op.LINEAR or made.y is not x:
+        y = recorder.new(2)
+        recorder.add(Line(Op.LARGEST, x=x, y=y))
+        return y
+    assert isinstance(made.weight, PackedWeight)
+    recorder.lines.pop()
+    pairs = recorder.new(2 * made.weight.row_items)
+    recorder.add(replace(made, op=Op.LINEAR_LARGEST, y=pairs))
+    y = recorder.new(2)
+    recorder.add(Line(Op.LARGEST_PAIR, x=pairs, y=y))
+    recorder.changed(x)
     return y
 
 

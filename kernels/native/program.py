@@ -43,9 +43,11 @@ class Op(IntEnum):
     ROPE_AXES = 12
     REPLACE_ROWS = 13
     ADD_ROWS = 14
+    LINEAR_LARGEST = 15
+    LARGEST_PAIR = 16
 
 
-_BY_TOKEN = frozenset(Op) - {Op.LINEAR, Op.ATTENTION}
+_BY_TOKEN = frozenset(Op) - {Op.LINEAR, Op.LINEAR_LARGEST, Op.ATTENTION}
 """Ops that read and write one token at a time: what they write may lie where something lay that they read last."""
 
 

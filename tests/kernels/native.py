@@ -79,6 +79,20 @@ def product(library: c.Library, weight: c.PackedWeight, x_TI: torch.Tensor, thre
     return run_rows(library, x_TI.contiguous(), lines, buffers, outputs, threads)
 
 
+def largest_product(library: c.Library, weight: c.PackedWeight, x_TI: torch.Tensor, threads: int = 2) -> torch.Tensor:
+    """What the same product's largest are, as the op writes them: [T, 2]."""
+    inputs, rounded = weight.shape[1], weight.inputs is not c.Inputs.FLOATS
+    x, pairs = c.View(0, 0, inputs), c.View(2, 0, 2 * weight.row_items)
+    read = c.View(1 if rounded else 0, 0, inputs)
+    lines = [
+        instruction(Op.TAKE, y=x, quantized=1 if rounded else -1),
+        instruction(Op.LINEAR_LARGEST, x=read, y=pairs, weight=weight.address),
+        instruction(Op.LARGEST_PAIR, x=pairs, y=c.View(OUTPUT, 0, 2)),
+    ]
+    buffers = [c.Buffer(inputs, c.Inputs.FLOATS), c.Buffer(inputs, weight.inputs), c.Buffer(pairs.width, 0)]
+    return run_rows(library, x_TI.contiguous(), lines, buffers, 2, threads)
+
+
 def written(library: c.Library, case: Case, dtype: torch.dtype = torch.float16) -> torch.Tensor:
     """A native cache full of NaN, to which the case's keys and values were written."""
     blocks, size, kv_heads, width = case.k_cache.shape

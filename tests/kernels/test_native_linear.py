@@ -5,7 +5,7 @@ import torch
 
 from kernels.linear.blocks import Blocks
 from kernels.native import library as c
-from tests.kernels.native import LEVELS, load, product
+from tests.kernels.native import LEVELS, largest_product, load, product
 
 KINDS = ("f32", "f16", "bf16", "q8", "q4")
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -139,3 +139,23 @@ def test_the_size_of_a_row_changes_nothing(level):
         assert torch.equal(product(library, packed, x * 2.0**power), whole * 2.0**power), power
     if level != "portable":  # there inputs stay floats, down to those that lose bits
         assert torch.equal(product(library, packed, x * 2.0**-120), torch.zeros(2, 24))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", ["q8", "q4", "f16"])
+def test_the_largest_of_a_product_is_that_of_its_rows(level, kind):
+    """The first of equals: weights stand there twice, near each other and far; a NaN is the largest."""
+    library = load(level)
+    for outputs in (1, 37, 64, 500):
+        bits = 4 if kind == "q4" else 8
+        numbers = torch.randint(0, 2**bits, (outputs, 64), dtype=torch.uint8)
+        numbers[outputs // 2 :] = numbers[: outputs - outputs // 2].clone()
+        scale = torch.full((outputs, 2), 0.125).half()
+        blocks = Blocks(numbers, scale, -scale if bits == 4 else None, bits)
+        packed = c.PackedWeight(library, blocks.dequantize().half() if kind == "f16" else blocks)
+        for count in (1, 2, 9, 30, 260):
+            x = torch.randn(count, 64)
+            x[count // 2, 3] = torch.nan if count == 9 else 0.0
+            y, ours = product(library, packed, x), largest_product(library, packed, x, threads=1 + count % 2)
+            assert torch.equal(ours[:, 0].contiguous().view(torch.int32).long(), y.argmax(1)), (outputs, count)
+            torch.testing.assert_close(ours[:, 1], y.amax(1), atol=0.0, rtol=0.0, equal_nan=True)

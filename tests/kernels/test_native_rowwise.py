@@ -9,6 +9,7 @@ import torch
 
 from kernels.linear.blocks import Blocks
 from kernels.native import library as c
+from kernels.native.ops import NativeOptions, native_ops
 from kernels.native.program import OUTPUT, Op
 from kernels.rms_norm import reference as rms_norm_reference
 from kernels.rope import reference as rope_reference
@@ -145,6 +146,22 @@ def test_largest_as_an_instruction():
     y = run_rows(load("auto"), x, lines, [c.Buffer(300, 0)], 2)
     assert torch.equal(y[:, 0].contiguous().view(torch.int32).long(), x.argmax(1))
     assert torch.equal(y[:, 1], x.amax(1))
+
+
+def test_largest_of_a_product_takes_its_place():
+    """Nobody can read the product any more; a largest of anything else stays an instruction of its own."""
+    ops = native_ops(NativeOptions(), torch.float16, 64)
+    x, head = torch.randn(5, 96), ops.prepare_linear(torch.randn(300, 96), None)
+    programs = [
+        ops.compile_rows(lambda x: ops.largest(head(x)), 96),
+        ops.compile_rows(lambda x: ops.largest(ops.silu_mul(head(x))), 96),
+    ]
+    assert ["linear_largest" in program.listing for program in programs] == [True, False]
+    logits = ops.compile_rows(head, 96)(x).clone()
+    assert torch.equal(programs[0](x)[:, 1], logits.amax(1))
+    assert torch.equal(programs[0](x)[:, 0].contiguous().view(torch.int32).long(), logits.argmax(1))
+    with pytest.raises(ValueError, match="overwritten"):
+        ops.compile_rows(lambda x: [y := head(x), ops.largest(y), ops.silu_mul(y)][2], 96)
 
 
 def test_a_pool_under_stress():

@@ -80,7 +80,7 @@ struct Drawing {  // memory of one thread
         const auto meet = [&](int id, uint64_t bits) {
             winner.meet(double((x[id] - cut.best) / cut.temperature) + noise_of(bits), id);
         };
-        winner.id = largest_of_row(x, V);
+        winner.id = largest_of_row(x, V).id;
         meet(winner.id, noise_bits(cut.key, winner.id));
         for (int at = 0; at < V; at += part) {
             const int end = std::min(V, at + part);

@@ -3,6 +3,7 @@
 // Sums run along K in one order whatever the number of rows: a row's result is the same to the last
 // bit in every batch.
 #pragma once
+#include "select.h"
 #include "tiles_float.h"
 #include "tiles_integer.h"
 #include "tiles_words.h"
@@ -155,21 +156,42 @@ static void linear_item(const Weight& weight, const void* x, int64_t row, int64_
         tiles<kind, NARROW, 1>(weight, x, row, end, block, y + block * W, stride, later_than(weight, block, 1, later));
 }
 
-INLINE int64_t linear_items(const Weight& weight, int64_t T) {
-    return (weight.blocks() + COLUMN_BLOCKS - 1) / COLUMN_BLOCKS * ((T + ROWS - 1) / ROWS);
+INLINE int64_t row_items(int64_t N) { return (N + W * COLUMN_BLOCKS - 1) / (W * COLUMN_BLOCKS); }
+INLINE int64_t linear_items(const Weight& weight, int64_t T) { return row_items(weight.N) * ((T + ROWS - 1) / ROWS); }
+
+struct LinearItem {
+    int64_t row, end, block;
+};
+// Items are counted from the end: threads take the last one first, and so read the weight from its beginning.
+INLINE LinearItem item_of(const Weight& weight, int64_t T, int64_t item) {
+    item = linear_items(weight, T) - 1 - item;
+    const int64_t across = row_items(weight.N), row = item / across * ROWS;
+    return {row, std::min<int64_t>(T, row + ROWS), item % across * COLUMN_BLOCKS};
 }
 
-// Items are counted from the end: threads take the last one first, and so read the weight from its beginning.
-static void linear(const Weight& weight, const void* x, int64_t T, int64_t item, float* y, size_t stride, const Later& later) {
-    const int64_t across = (weight.blocks() + COLUMN_BLOCKS - 1) / COLUMN_BLOCKS;
-    item = linear_items(weight, T) - 1 - item;
-    const int64_t row = item / across * ROWS, block = item % across * COLUMN_BLOCKS;
-    const int64_t end = std::min<int64_t>(T, row + ROWS);
+// One item. y begins at column 0 of row 0.
+static void linear(const Weight& weight, const void* x, const LinearItem& item, float* y, size_t stride, const Later& later) {
+    const auto [row, end, block] = item;
     switch (weight.kind) {
         case F32: return linear_item<F32>(weight, x, row, end, block, y, stride, later);
         case F16: return linear_item<F16>(weight, x, row, end, block, y, stride, later);
         case BF16: return linear_item<BF16>(weight, x, row, end, block, y, stride, later);
         case Q8: return linear_item<Q8>(weight, x, row, end, block, y, stride, later);
         case Q4: return linear_item<Q4>(weight, x, row, end, block, y, stride, later);
+    }
+}
+
+// The same where only the largest of a row is asked for. Rows of y are the largest of each item, and whose they
+// are: the product itself never leaves the cache.
+static void linear_largest(const Weight& weight, const void* x, const LinearItem& item, float* y, size_t stride, const Later& later) {
+    constexpr int COLUMNS = COLUMN_BLOCKS * W;
+    alignas(64) float whole[ROWS * COLUMNS];
+    const int64_t first = item.block * W;
+    const int columns = int(std::min<int64_t>(COLUMNS, weight.N - first));
+    linear(weight, x, item, whole - item.row * COLUMNS - first, COLUMNS, later);
+    for (int64_t row = item.row; row < item.end; row++) {
+        Largest& to = ((Largest*)(y + row * stride))[item.block / COLUMN_BLOCKS];
+        to = largest_of_row(whole + (row - item.row) * COLUMNS, columns);
+        to.id += int32_t(first);
     }
 }

@@ -27,6 +27,9 @@ int triptych_inputs(int kind) { return inputs_of(Kind(kind)); }
 // Whether attention serves heads of this size.
 int triptych_serves(int head_size) { return Program::serves(head_size); }
 
+// Items of a row of a product: so many pairs are what LINEAR_LARGEST writes of it.
+int64_t triptych_row_items(int64_t N) { return row_items(N); }
+
 Pool* triptych_pool(int threads, int spins) { return new Pool(threads, spins); }
 void triptych_pool_free(Pool* pool) { delete pool; }
 // Where the pool counts the nanoseconds that callers have spent in programs and selections.
@@ -63,13 +66,13 @@ void triptych_times(const Program* program, double* seconds) { program->spent(se
 // y = x times a weight that is kept in floats, and its bias: x [rows, K], y [rows, N].
 void triptych_product(Pool* pool, const Weight* weight, const float* x, int64_t rows, float* y) {
     const Spent spent{pool};
-    each_row(pool, rows ? linear_items(*weight, rows) : 0, [=](int64_t item) { linear(*weight, x, rows, item, y, weight->N, {0, nullptr, 0}); });
+    each_row(pool, rows ? linear_items(*weight, rows) : 0, [=](int64_t item) { linear(*weight, x, item_of(*weight, rows, item), y, weight->N, {0, nullptr, 0}); });
 }
 
 // The largest of each row of logits [rows, V], a row `stride` floats behind the other: its number. A NaN is the largest.
 void triptych_largest(Pool* pool, const float* logits, int64_t rows, int64_t V, int64_t stride, int32_t* ids) {
     const Spent spent{pool};
-    each_row(pool, rows, [=](int64_t row) { ids[row] = largest_of_row(logits + row * stride, int(V)); });
+    each_row(pool, rows, [=](int64_t row) { ids[row] = largest_of_row(logits + row * stride, int(V)).id; });
 }
 // The k largest of each row in falling order, of equals the first: [rows, k], k at most V.
 void triptych_top(Pool* pool, const float* logits, int64_t rows, int64_t V, int64_t stride, int64_t k, int32_t* ids, float* values) {

@@ -14,7 +14,7 @@
 
 enum Op : int32_t {
     EMBEDDING, RMS_NORM, ADD_RMS_NORM, QUANTIZE, LINEAR, ROPE_ANGLES, ROPE, KV_WRITE, ATTENTION, SILU_MUL, TAKE, LARGEST,
-    ROPE_AXES, REPLACE_ROWS, ADD_ROWS
+    ROPE_AXES, REPLACE_ROWS, ADD_ROWS, LINEAR_LARGEST, LARGEST_PAIR
 };
 
 struct View {  // columns [at, at + width) of a buffer; buffer -1 is the step's output, and has the view's width
@@ -73,7 +73,7 @@ class Program {
         quantized_.resize(buffers_.size());
         for (const Buffer& b : buffers_) strides_.push_back(((b.width * 4 + LINE - 1) / LINE | 1) * (LINE / 4));
         for (const Instruction& each : list_) {
-            if (each.op == LINEAR && each.x.buffer >= 0) strides_[each.x.buffer] = buffers_[each.x.buffer].width;
+            if (is_product(each) && each.x.buffer >= 0) strides_[each.x.buffer] = buffers_[each.x.buffer].width;
             if (each.op == ATTENTION) {
                 attention_ = &each;
                 if (!plan(each.window)) plans_.emplace_back(), plans_.back().window = each.window;
@@ -122,7 +122,8 @@ class Program {
         int first, end;  // instructions
     };
 
-    static bool by_token(const Instruction& i) { return i.op != LINEAR && i.op != ATTENTION; }
+    static bool is_product(const Instruction& i) { return i.op == LINEAR || i.op == LINEAR_LARGEST; }
+    static bool by_token(const Instruction& i) { return !is_product(i) && i.op != ATTENTION; }
 
     void group(bool alone) {
         phases_.clear();
@@ -165,13 +166,12 @@ class Program {
     void prepare(int threads) {
         run_.resize(phases_.size());
         later_.resize(phases_.size());
-        const auto product = [](const Instruction& i) { return i.op == LINEAR; };
-        const auto first = std::find_if(list_.begin(), list_.end(), product);
+        const auto first = std::find_if(list_.begin(), list_.end(), is_product);
         const Weight* next = first == list_.end() ? nullptr : (const Weight*)first->weight;  // of the next step
         for (size_t p = phases_.size(); p-- > 0;) {
             const Instruction& i = list_[phases_[p].first];
             const size_t bytes = next ? next->bytes() : 0;
-            const Weight* weight = product(i) ? (const Weight*)i.weight : nullptr;
+            const Weight* weight = is_product(i) ? (const Weight*)i.weight : nullptr;
             const int64_t count = items(phases_[p]), lead = weight && step_.tokens <= FEW ? threads * COLUMN_BLOCKS : 0;
             later_[p] = {lead, next ? next->data : nullptr, bytes};
             run_[p] = {uint32_t(count), weight ? 1u : UINT32_MAX, {}};
@@ -182,7 +182,7 @@ class Program {
 
     int64_t items(const Phase& phase) {
         const Instruction& i = list_[phase.first];
-        if (i.op == LINEAR) return linear_items(*(const Weight*)i.weight, step_.tokens);
+        if (is_product(i)) return linear_items(*(const Weight*)i.weight, step_.tokens);
         if (i.op == ATTENTION) return int64_t(plan(i.window)->tiles.size());
         return (step_.tokens + tokens_ - 1) / tokens_;
     }
@@ -196,9 +196,12 @@ class Program {
     void execute(uint32_t number, uint32_t item, Scratch& scratch) {
         const Phase& phase = phases_[number];
         const Instruction& i = list_[phase.first];
-        if (i.op == LINEAR) {
+        if (is_product(i)) {
             const void* x = buffers_[i.x.buffer].inputs != FLOATS ? (const void*)&quantized_[i.x.buffer] : at(i.x, 0);
-            return linear(*(const Weight*)i.weight, x, step_.tokens, item, at(i.y, 0), stride(i.y), later_[number]);
+            const Weight& weight = *(const Weight*)i.weight;
+            const LinearItem part = item_of(weight, step_.tokens, item);
+            if (i.op == LINEAR) return linear(weight, x, part, at(i.y, 0), stride(i.y), later_[number]);
+            return linear_largest(weight, x, part, at(i.y, 0), stride(i.y), later_[number]);
         }
         if (i.op == ATTENTION) {
             if (cache_kind_ == WHOLE) return attend<float>(i, item, scratch);
@@ -248,15 +251,21 @@ class Program {
                 else if (cache_kind_ == HALVES) write<uint16_t>(i, token);
                 else write<int8_t>(i, token);
                 break;
-            case LARGEST: {  // of x: its number in the bits of y[0], its value in y[1]
-                const float* x = at(i.x, token);
-                const int32_t id = largest_of_row(x, i.x.width);
-                std::memcpy(at(i.y, token), &id, 4);
-                at(i.y, token)[1] = x[id];
+            case LARGEST: put_largest(largest_of_row(at(i.x, token), i.x.width), at(i.y, token)); break;
+            case LARGEST_PAIR: {
+                const Largest* pairs = (const Largest*)at(i.x, token);
+                const auto less = [](const Largest& a, const Largest& b) { return a.key < b.key; };
+                put_largest(*std::max_element(pairs, pairs + i.x.width / 2, less), at(i.y, token));
                 break;
             }
         }
         if (i.quantized >= 0) quantize(i, token);
+    }
+
+    // Its number in the bits of to[0], its value in to[1].
+    static void put_largest(Largest largest, float* to) {
+        std::memcpy(to, &largest.id, 4);
+        to[1] = value_of(largest.key);
     }
 
     template <class T>

@@ -32,26 +32,36 @@ static int32_t largest_key(const float* x, int n) {
     return key;
 }
 
-// Its value; a NaN is the largest.
-static float largest_value(const float* x, int n) {
-    int32_t key = largest_key(x, n);
+INLINE float value_of(int32_t key) {
     key = key ^ ((key >> 31) & 0x7fffffff);  // bits again
     float value;
     std::memcpy(&value, &key, 4);
     return value;
 }
 
-// The first of the largest.
-static int32_t largest_of_row(const float* x, int V) {
-    constexpr int part = 1024;
-    int32_t most = INT32_MIN;
-    int where = 0;
-    for (int at = 0; at < V; at += part) {
-        const int32_t key = largest_key(x + at, std::min(part, V - at));
-        if (key > most) most = key, where = at;
+// Its value; a NaN is the largest.
+static float largest_value(const float* x, int n) { return value_of(largest_key(x, n)); }
+
+struct Largest {
+    int32_t key, id;
+};
+
+// The first of the largest of a row.
+INLINE Largest largest_of_row(const float* x, int n) {
+    I most = I{} + INT32_MIN, place{};
+    int i = 0;
+    for (; i + W <= n; i += W) {
+        const I key = ordered(load<F>(x + i));
+        place = key > most ? I{} + i : place;
+        most = key > most ? key : most;
     }
-    while (where < V - 1 && ordered_one(x[where]) != most) where++;
-    return where;
+    for (int lane = 0; lane < W; lane++) place[lane] += lane;
+    Largest best;
+    best.key = across(most, [](I a, I b) { return a > b ? a : b; });
+    best.id = across(most == best.key ? place : I{} + INT32_MAX, [](I a, I b) { return a < b ? a : b; });
+    for (; i < n; i++)
+        if (const int32_t key = ordered_one(x[i]); key > best.key) best = {key, i};
+    return best;
 }
 
 struct Selection {  // memory of one thread

@@ -228,12 +228,11 @@ class Program {
             case TAKE: std::memcpy(at(i.y, token), step_.input + token * i.y.width, sizeof(float) * i.y.width); break;
             case EMBEDDING: unpack_row(*(const Weight*)i.weight, step_.ids[token], at(i.y, token)); break;
             case ADD_RMS_NORM:
-                add_row(at(i.z, token), at(i.x, token), i.x.width);
-                rms_norm_row(at(i.z, token), weight, i.x.width, i.number, at(i.y, token));
+                rms_norm_row(at(i.z, token), at(i.x, token), weight, i.x.width, i.number, at(i.y, token));
                 break;
             case RMS_NORM:
                 for (int h = 0; h < i.heads; h++)
-                    rms_norm_row(at(i.x, token) + h * width, weight, width, i.number, at(i.y, token) + h * width);
+                    rms_norm_row(at(i.x, token) + h * width, nullptr, weight, width, i.number, at(i.y, token) + h * width);
                 break;
             case SILU_MUL: silu_mul_row(at(i.x, token), i.y.width, at(i.y, token)); break;
             case ROPE_ANGLES: rope_angles(step_.positions[token], weight, i.number, i.y.width / 2, at(i.y, token)); break;

@@ -30,14 +30,43 @@ INLINE I nearest(F v) {  // ties to even, for numbers below 2^22
 }
 INLINE I magnitude(F v) { return (I)v & 0x7fffffff; }  // ordered like |v|; what is not finite is above all
 INLINE I larger(I a, I b) { return a > b ? a : b; }
+INLINE int32_t largest_lane(I v) { return across(v, larger); }
 INLINE float largest_of(I magnitudes) {  // NaN where any of them is not finite
-    const int32_t bits = across(magnitudes, [](I a, I b) { return larger(a, b); });
+    const int32_t bits = largest_lane(magnitudes);
     float most;
     std::memcpy(&most, &bits, 4);
     return bits < 0x7f800000 ? most : NAN;
 }
 INLINE int32_t sum_of(I v) {
     return across(v, [](I a, I b) { return a + b; });
+}
+
+constexpr int VECTORS_OF_GROUP = GROUP / W;
+
+INLINE I largest_of_group(const float* x) {
+    I largest{};
+    UNROLL
+    for (int v = 0; v < VECTORS_OF_GROUP; v++) largest = larger(magnitude(load<F>(x + v * W)), largest);
+    return largest;
+}
+
+// The bytes of one group, and their sum.
+INLINE int32_t bytes_of_group(const float* x, float inverse, int8_t* q) {
+    I n[VECTORS_OF_GROUP], totals{};
+    UNROLL
+    for (int v = 0; v < VECTORS_OF_GROUP; v++) {
+        n[v] = nearest(load<F>(x + v * W) * inverse);
+        totals += n[v];
+    }
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+    const __m256i low = _mm256_packs_epi32((__m256i)n[0], (__m256i)n[1]);
+    const __m256i high = _mm256_packs_epi32((__m256i)n[2], (__m256i)n[3]);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    store(q, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order));
+#else
+    for (int v = 0; v < VECTORS_OF_GROUP; v++) store(q + v * W, __builtin_convertvector(n[v], Narrow));
+#endif
+    return sum_of(totals);
 }
 
 // A group's scale is a whole number of units, of which the largest has so many: the sum of a group of 4-bit numbers times
@@ -54,38 +83,36 @@ INLINE void put_number(int32_t n, float* scale) {
 }
 
 // One row in groups of 32: bytes, a whole number for each group and that times their sum; and a unit, which is NaN where
-// something is not finite. A row whose unit would be no normal float counts as 0.
+// something is not finite. A row whose unit would be no normal float counts as 0. Some groups at a time, step by step:
+// divisions are done for W of them at once, and no group waits for the one before it.
 static void quantize_bytes(const float* x, int K, int8_t* q, float* scale, float* unit) {
-    constexpr int V = GROUP / W;
+    constexpr int MOST = 64;
+    alignas(64) float largest[MOST]{}, inverse[MOST];
+    alignas(64) int32_t number[MOST];
     I row{};
     for (int g = 0; g < K / GROUP; g++) {
-        I largest{};
-        UNROLL
-        for (int v = 0; v < V; v++) largest = larger(magnitude(load<F>(x + g * GROUP + v * W)), largest);
-        row = larger(row, largest);
-        scale[2 * g] = largest_of(largest);
+        const I of_group = largest_of_group(x + g * GROUP);
+        row = larger(row, of_group);
+        const int32_t bits = largest_lane(of_group);
+        std::memcpy(scale + 2 * g, &bits, 4);
     }
     const float most = largest_of(row), units = most >= 1e-31f ? UNITS / most : 0.0f;
     *unit = most / (127.0f * UNITS);
-    for (int g = 0; g < K / GROUP; g++, x += GROUP, q += GROUP, scale += 2) {
-        const float number = units > 0 ? std::min(std::ceil(scale[0] * units), float(UNITS)) : 0.0f;
-        const float inverse = number > 0 ? 1.0f / (number * *unit) : 0.0f;
-        I n[V], totals{};
-        UNROLL
-        for (int v = 0; v < V; v++) {
-            n[v] = nearest(load<F>(x + v * W) * inverse);
-            totals += n[v];
+    for (int left = K / GROUP; left > 0; left -= MOST) {
+        const int count = std::min(left, MOST);
+        for (int g = 0; g < count; g++) largest[g] = units > 0 ? scale[2 * g] : 0.0f;
+        for (int g = 0; g < count; g += W) {
+            const F exact = load<F>(largest + g) * units;
+            I n = __builtin_convertvector(exact, I);
+            n -= to_float(n) < exact;  // rounded up: what holds is -1
+            n = n < UNITS ? n : I{} + UNITS;
+            store(number + g, n);
+            store(inverse + g, n > 0 ? 1.0f / (to_float(n) * *unit) : F{});
         }
-#if defined(__AVX2__) && !defined(__AVX512BW__)
-        const __m256i low = _mm256_packs_epi32((__m256i)n[0], (__m256i)n[1]);
-        const __m256i high = _mm256_packs_epi32((__m256i)n[2], (__m256i)n[3]);
-        const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-        store(q, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order));
-#else
-        for (int v = 0; v < V; v++) store(q + v * W, __builtin_convertvector(n[v], Narrow));
-#endif
-        put_number(int32_t(number), scale);
-        scale[1] = number * float(sum_of(totals));
+        for (int g = 0; g < count; g++, x += GROUP, q += GROUP, scale += 2) {
+            put_number(number[g], scale);
+            scale[1] = float(number[g]) * float(bytes_of_group(x, inverse[g], q));
+        }
     }
 }
 
@@ -98,16 +125,25 @@ static void quantize_words(const float* x, int K, int16_t* q, float* scale) {
     *scale = most / 32767.0f;
 }
 
-// x scaled to a mean square of 1, times the weight.
-static void rms_norm_row(const float* x, const float* weight, int D, float eps, float* y) {
-    F squares{};
-    int i = 0;
-    for (; i + W <= D; i += W) {
+// x scaled to a mean square of 1, times the weight. `added` is added to x before, where it is not null.
+static void rms_norm_row(float* x, const float* added, const float* weight, int D, float eps, float* y) {
+    constexpr int CHAINS = 4;  // of sums: each waits for its last one
+    F squares[CHAINS]{};
+    const auto add_vector = [=](int i, F& to) {
         F v = load<F>(x + i);
-        squares = fma(v, v, squares);
+        if (added) store(x + i, v += load<F>(added + i));
+        to = fma(v, v, to);
+    };
+    int i = 0;
+    for (; i + CHAINS * W <= D; i += CHAINS * W)
+        UNROLL
+        for (int c = 0; c < CHAINS; c++) add_vector(i + c * W, squares[c]);
+    for (; i + W <= D; i += W) add_vector(i, squares[0]);
+    float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
+    for (; i < D; i++) {
+        if (added) x[i] += added[i];
+        total += x[i] * x[i];
     }
-    float total = sum(squares);
-    for (; i < D; i++) total += x[i] * x[i];
     const float factor = 1.0f / std::sqrt(total / float(D) + eps);
     for (i = 0; i + W <= D; i += W) store(y + i, load<F>(x + i) * factor * load<F>(weight + i));
     for (; i < D; i++) y[i] = x[i] * factor * weight[i];

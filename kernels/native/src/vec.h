@@ -184,7 +184,7 @@ INLINE auto across(V v, const Combine& combine) {
     for (int half = W / 2; half > 0; half /= 2) {
         V other;
         UNROLL
-        for (int i = 0; i < W; i++) other[i] = v[(i + half) % W];
+        for (int i = 0; i < W; i++) other[i] = v[i ^ half];
         v = combine(v, other);
     }
     return v[0];

@@ -2,23 +2,6 @@
 #pragma once
 #include "formats.h"
 
-// e^x for x <= 0, to 2 units in the last place; below -87 it is 0. Cody and Waite's reduction, a polynomial
-// of degree 6 (Taylor around 0, on half a power of two to each side).
-INLINE F exp_below_zero(F x) {
-    F n = x * 1.44269504088896341f;
-    I whole = __builtin_convertvector(n - 0.5f, I);  // towards zero: to the nearest, as x is not positive
-    F k = to_float(whole);
-    F r = fma(k, 2.12194440e-4f, fma(k, -0.693359375f, x));
-    F p = fma(r, 1.3888889e-3f, splat(8.3333333e-3f));
-    p = fma(p, r, splat(4.1666667e-2f));
-    p = fma(p, r, splat(1.6666667e-1f));
-    p = fma(p, r, splat(0.5f));
-    p = fma(p, r, splat(1.0f));
-    p = fma(p, r, splat(1.0f));
-    F power = (F)((whole + 127) << 23);
-    return x < -87.0f ? F{} : p * power;  // a NaN stays one
-}
-
 INLINE I nearest(F v) {  // ties to even, for numbers below 2^22
 #if defined(__AVX512F__)
     return (I)_mm512_maskz_cvtps_epi32(EVERY, (__m512)v);
@@ -28,6 +11,24 @@ INLINE I nearest(F v) {  // ties to even, for numbers below 2^22
     return (I)(v + 12582912.0f) - 0x4b400000;  // the last bit of the sum is worth 1
 #endif
 }
+
+// e^x for |x| <= 87, to 2 units in the last place; a NaN stays one. Cody and Waite's reduction, a polynomial of
+// degree 6 (Taylor around 0, on half a power of two to each side).
+INLINE F exponential(F x) {
+    const I whole = nearest(x * 1.44269504088896341f);
+    const F k = to_float(whole);
+    const F r = fma(k, 2.12194440e-4f, fma(k, -0.693359375f, x));
+    F p = fma(r, 1.3888889e-3f, splat(8.3333333e-3f));
+    p = fma(p, r, splat(4.1666667e-2f));
+    p = fma(p, r, splat(1.6666667e-1f));
+    p = fma(p, r, splat(0.5f));
+    p = fma(p, r, splat(1.0f));
+    p = fma(p, r, splat(1.0f));
+    return p * (F)((whole + 127) << 23);
+}
+// The same for x <= 0; below -87 it is 0.
+INLINE F exp_below_zero(F x) { return x < -87.0f ? F{} : exponential(x); }
+
 INLINE I magnitude(F v) { return (I)v & 0x7fffffff; }  // ordered like |v|; what is not finite is above all
 INLINE I larger(I a, I b) { return a > b ? a : b; }
 INLINE int32_t largest_lane(I v) { return across(v, larger); }
@@ -182,10 +183,9 @@ static void rope_head(float* x, const float* cos, const float* sin, int half) {
 static void silu_mul_row(const float* x, int width, float* y) {
     int i = 0;
     for (; i + W <= width; i += W) {
-        F gate = load<F>(x + i), up = load<F>(x + width + i);
-        F e = exp_below_zero(gate < 0 ? gate : -gate);  // of the negative side: no overflow
-        F sigmoid = (gate < 0 ? e : F{} + 1.0f) / (e + 1.0f);
-        store(y + i, gate * sigmoid * up);
+        const F gate = load<F>(x + i), up = load<F>(x + width + i), least = splat(-87.0f);
+        const F e = exponential(greater(least, -greater(least, gate)));  // of -gate, as far as it matters
+        store(y + i, gate / (e + 1.0f) * up);
     }
     for (; i < width; i++) y[i] = x[i] / (1.0f + std::exp(-x[i])) * x[width + i];
 }

@@ -36,6 +36,7 @@ class EngineMetrics:
         self._registry = registry
         self._labels = (model_name, engine)
         self._seen = Counters()
+        self._told: Load | None = None
 
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(f"vllm:{name}", text, _LABELS, registry=registry).labels(*self._labels)
@@ -104,22 +105,29 @@ class EngineMetrics:
         info.labels(*self._labels, *(str(value) for value in config.values())).set(1)
 
     def load(self, load: Load) -> None:
-        """How busy the core is now."""
-        self._running.set(load.running)
-        self._waiting.set(load.waiting)
-        self._kv_usage.set(1 - load.free_blocks / load.total_blocks if load.total_blocks else 0)
+        """How busy the core is now. Told at every step, in most of which little changes."""
+        told, self._told = self._told, load
+        if told is None or load.running != told.running:
+            self._running.set(load.running)
+        if told is None or load.waiting != told.waiting:
+            self._waiting.set(load.waiting)
+        if told is None or load.free_blocks != told.free_blocks:
+            self._kv_usage.set(1 - load.free_blocks / load.total_blocks if load.total_blocks else 0)
 
     def counters(self, now: Counters) -> None:
         """The core's totals; what they grew by is added."""
         seen = self._seen
-        self._preemptions.inc(now.preemptions - seen.preemptions)
-        self._prefix_queries.inc(now.prefix_queries - seen.prefix_queries)
-        self._prefix_hits.inc(now.prefix_hits - seen.prefix_hits)
-        self._prompt_tokens.inc(now.prompt_tokens - seen.prompt_tokens)
-        self._generation_tokens.inc(now.generated_tokens - seen.generated_tokens)
-        if now.drafts != seen.drafts:
-            self._count_drafts(now, seen)
-        self._seen = replace(now, drafts_accepted_at=now.drafts_accepted_at.copy())
+        if now.generated_tokens != seen.generated_tokens:
+            self._generation_tokens.inc(now.generated_tokens - seen.generated_tokens)
+            seen.generated_tokens = now.generated_tokens
+        if now != seen:  # not so in most steps
+            self._preemptions.inc(now.preemptions - seen.preemptions)
+            self._prefix_queries.inc(now.prefix_queries - seen.prefix_queries)
+            self._prefix_hits.inc(now.prefix_hits - seen.prefix_hits)
+            self._prompt_tokens.inc(now.prompt_tokens - seen.prompt_tokens)
+            if now.drafts != seen.drafts:
+                self._count_drafts(now, seen)
+            self._seen = replace(now, drafts_accepted_at=now.drafts_accepted_at.copy())
 
     def _count_drafts(self, now: Counters, seen: Counters) -> None:
         self._drafts.inc(now.drafts - seen.drafts)

@@ -44,7 +44,7 @@ class Vocabulary:
     `added` are the tokens that are cut out of a text before anything else, by their text; special ones are among them.
     """
 
-    __slots__ = ("_added", "_bytes", "_fragments", "joining", "pieces", "special_ids")
+    __slots__ = ("_added", "_bytes", "_fragments", "_longest", "joining", "pieces", "special_ids")
 
     def __init__(
         self,
@@ -64,6 +64,7 @@ class Vocabulary:
         else:
             self._fragments = tuple(self._fragment(piece) for piece in pieces)
             self._bytes = tuple(bytes((f,)) if isinstance(f, int) else _utf8(f) for f in self._fragments)
+        self._longest = max((len(data) for data in self._bytes), default=1)  # asked for by every request
 
     def __len__(self) -> int:
         """One more than the highest id."""
@@ -106,7 +107,7 @@ class Vocabulary:
     @property
     def longest_token(self) -> int:
         """Most bytes, so most characters, that one id stands for."""
-        return max((len(data) for data in self._bytes), default=1)
+        return self._longest
 
 
 def read_joining(decoder: Mapping[str, Any] | None) -> Joining:

@@ -311,3 +311,12 @@ async def test_abort_by_token_and_explain() -> None:
         assert await s.router.abort_by_token(request.token)
         assert (await read(request))[1] == {0: FinishReason.ABORT}
         assert not await s.router.abort_by_token(b"x" * 16)
+
+
+async def test_an_engine_that_is_silent_is_taken_for_lost_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.router._SILENCE_S", 0.2)
+    async with stack() as s:
+        await until(lambda: not s.router.attached)
+        assert s.router.missing is not None
+        assert s.router.missing.endswith("no heartbeat for 0.2 s")
+        await until(lambda: len(s.infos) > 1)

@@ -27,6 +27,7 @@ from services.common.server import error_of
 from services.gateway import wire
 from services.gateway.inflight import EngineRequest, TokenGap, Turns
 from services.gateway.request import FinishReason, GenerateSpec
+from services.gateway.router.inbox import Inbox
 from services.gateway.router.outbox import Outbox, Stream
 from services.gateway.wire import EngineInfo, Load, WireError
 
@@ -197,16 +198,18 @@ class Router:
         outbox.put(engine_pb2.AttachRequest(hello=hello_frame))
         pump = asyncio.create_task(outbox.pump(call))
         health = asyncio.create_task(self._watch_health())
+        inbox = Inbox(call, _SILENCE_S)
         try:
-            first = await self._read(call)
+            first = await inbox.read()
             if first is None or not first.HasField("welcome"):
                 raise WireError("the engine did not answer with a welcome")
             self._attach(outbox, info, first.welcome)
-            while (frame := await self._read(call)) is not None:
+            while (frame := await inbox.read()) is not None:
                 await self._take(frame)
         finally:
             pump.cancel()
             health.cancel()
+            inbox.close()
             call.cancel()
 
     async def _watch_health(self) -> None:
@@ -224,14 +227,6 @@ class Router:
         except grpc.aio.AioRpcError:
             self._serving = True
             self.changed.set()
-
-    async def _read(self, call: Stream) -> engine_pb2.AttachResponse | None:
-        try:
-            async with asyncio.timeout(_SILENCE_S):
-                frame = await call.read()
-        except TimeoutError:
-            raise TimeoutError(f"no heartbeat for {_SILENCE_S:.0f} s") from None
-        return frame if isinstance(frame, engine_pb2.AttachResponse) else None
 
     async def _text_files(self, hello: engine_pb2.EngineServiceHelloResponse) -> dict[str, bytes]:
         """The model's text files, fetching only what no earlier answer held."""

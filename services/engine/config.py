@@ -27,12 +27,19 @@ class EngineSettings(Settings):
     speculative: Literal["off", "ngram"] = knob(
         "ngram", "draft tokens for requests that do not say how many they want; no output changes through them"
     )
-    max_speculative_tokens: int = knob(4, "draft tokens of one request in a step at most", ge=0, le=128)
-    speculative_batch: int = knob(
-        16, "tokens of a step up to which drafts fill it: in so small a step they are nearly free", ge=0
+    max_speculative_tokens: int | None = knob(
+        None, "draft tokens of one request in a step at most; by default 12 on a CPU and 4 elsewhere", ge=0, le=128
     )
-    ngram_min: int = knob(2, "tokens that must have occurred before, to draft what followed them", ge=1, le=16)
-    ngram_max: int = knob(5, "tokens that are compared to find the best such place", ge=1, le=64)
+    speculative_batch: int | None = knob(
+        None, "tokens of a step up to which drafts are nearly free; by default 4 on a CPU and 16 elsewhere", ge=0
+    )
+    ngram_min: int | None = knob(
+        None,
+        "tokens that must have occurred before, to draft what followed them; by default 1 on a CPU and 2 elsewhere",
+        ge=1,
+        le=16,
+    )
+    ngram_max: int = knob(24, "tokens that are compared to find the best such place", ge=1, le=64)
     grammar_threads: int = knob(2, "threads that compile grammars", ge=1, le=64)
     grammar_timeout_s: float = knob(10.0, "a grammar that takes longer to compile fails its request", gt=0)
 
@@ -77,6 +84,6 @@ class EngineSettings(Settings):
     @field_validator("ngram_max")
     @classmethod
     def _no_less_than_ngram_min(cls, value: int, others: ValidationInfo) -> int:
-        if value < others.data.get("ngram_min", 0):
+        if value < (others.data.get("ngram_min") or 0):
             raise ValueError(f"less than --ngram-min, {others.data['ngram_min']}")
         return value

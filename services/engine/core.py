@@ -14,7 +14,7 @@ from services.common.errors import DeadlineExceeded, TriptychError
 from services.engine import intake
 from services.engine.blame import find_guilty
 from services.engine.deadlines import Deadlines
-from services.engine.drafts import Drafts
+from services.engine.drafts import Drafts, Spare
 from services.engine.encoder_cache import EncoderCache
 from services.engine.events import (
     FINISH_ABORT,
@@ -90,13 +90,13 @@ class EngineCore:
         self._registry = Registry()
         self._deadlines = Deadlines()
 
-    def _spare_for_drafts(self) -> tuple[int, int]:
+    def _spare_for_drafts(self) -> Spare:
         """Half of the tokens, within their limit, and all KV blocks per group that are left once each takes one."""
         config, running = self.config, len(self.scheduler.running)
         blocks = self.kv.available // len(config.kv_windows)
         blocks -= 0 if config.output_reserve_blocks else running
-        tokens = (config.max_num_batched_tokens - running) // 2
-        return (tokens if (limit := config.speculative_batch) is None else min(tokens, limit - running)), blocks
+        tokens, limit = (config.max_num_batched_tokens - running) // 2, config.speculative_limit
+        return Spare(running, tokens if limit is None else min(tokens, limit - running), blocks)
 
     # Taking in
 
@@ -200,7 +200,7 @@ class EngineCore:
 
         After None with nothing in flight only a new submit can change that.
         """
-        if len(self._in_flight) >= self.config.steps_in_flight:
+        if len(self._in_flight) >= (1 if self._drafts.awaited else self.config.steps_in_flight):
             return None
         plan = self._in_flight.blank()
         self.scheduler.schedule(plan, now)

@@ -29,7 +29,8 @@ class CoreConfig:
     encoder_cache_size: int | None = None  # embeddings kept; None means the same
     num_speculative_tokens: int = 0  # drafts per step of a request that does not say; 0 is none
     max_speculative_tokens: int = 0  # drafts per step at most, whatever a request says
-    speculative_batch: int | None = None  # tokens of a step up to which drafts fill it; None: no limit
+    speculative_batch: int | None = None  # tokens of a step up to which drafts are nearly free; None: all are
+    speculative_limit: int | None = None  # tokens of a step that drafts do not make it exceed; None: no limit
     ngram_min: int = 2  # tokens that must have occurred before, to propose what followed them
-    ngram_max: int = 5  # tokens that are compared
+    ngram_max: int = 24  # tokens that are compared
     steps_in_flight: int = 2

@@ -172,8 +172,9 @@ class Request:
     # Filled by the drafts.
     ngrams: NgramIndex | None = None  # where its tokens have been before
     draft: array[int] = field(default_factory=lambda: NO_DRAFT)  # ids that the step in flight verifies
-    draft_awaited: bool = False  # waits for its last token, to make drafts behind it
-    draft_pause: int = 0  # tokens of the last pause between drafts; none after drafts that were of use
+    draft_chance: float = 0.0  # that the first of them is right
+    draft_hoped: float = 0.0  # sum of those chances so far, the newest counting most
+    draft_right: float = 0.0  # drafts of which the first was right, weighted likewise
     draft_from: int = 0  # length in tokens from which it may have drafts again
 
     # Filled by the grammar.

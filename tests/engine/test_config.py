@@ -38,7 +38,8 @@ def test_defaults_and_sources() -> None:
         (["--speculative", "eagle"], "--speculative"),
         (["--max-speculative-tokens", "-1"], "--max-speculative-tokens"),
         (["--ngram-min", "0"], "--ngram-min"),
-        (["--ngram-max", "1"], "--ngram-max: .*less than --ngram-min, 2"),
+        (["--speculative-batch", "-1"], "--speculative-batch"),
+        (["--ngram-min", "3", "--ngram-max", "2"], "--ngram-max: .*less than --ngram-min, 3"),
         (["--grammar-timeout-s", "0"], "--grammar-timeout-s"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from services.engine.drafts import Spare
 from services.engine.events import FINISH_EOS, FINISH_LENGTH
 from services.engine.plan import StepPlan
 from services.engine.request import Replay
@@ -193,7 +194,7 @@ def test_a_step_preempts_as_often_with_drafts_as_without(reserve: int, windows: 
         harness.submit(make_spec(handle, REFRAIN[: 3 + handle], 20, seed=handle))
     while harness.core.has_work:
         twin = copy.deepcopy(harness.core)
-        twin._drafts._spare = lambda: (0, 0)
+        twin._drafts._spare = lambda: Spare(1, 0, 0)
         twin.schedule(harness.now)
         harness.plan()
         assert harness.core.counters.preemptions == twin.counters.preemptions
@@ -242,9 +243,10 @@ def test_without_repetition_two_steps_are_in_flight_all_the_time() -> None:
     assert single <= harness.core.counters.drafts + 6
 
 
-def test_pauses_grow_while_drafts_are_of_no_use() -> None:
+def test_drafts_get_rare_while_they_are_of_no_use() -> None:
+    """The worker says what it wants: a draft agrees once in 50 times, where 0.59 was hoped after two tokens."""
     harness = make_harness(4, max_model_len=2000, num_blocks=600)
-    harness.worker.refrain = False  # the worker says what it wants: a draft agrees once in 50 times
+    harness.worker.refrain = False
     prompt = [at % 5 for at in range(50)] + list(range(50)) * 4
     harness.submit(make_spec(1, prompt, 400))
     harness.run()
@@ -288,8 +290,8 @@ def test_drafts_begin_where_a_replay_ended() -> None:
     assert drafts_of(harness.plans)
 
 
-def test_drafts_fill_a_step_up_to_the_batch_that_is_set() -> None:
-    harness = make_harness(4, speculative_batch=6)
+def test_drafts_fill_a_step_up_to_the_limit_that_is_set() -> None:
+    harness = make_harness(4, speculative_limit=6)
     for handle in (1, 2, 3):
         harness.submit(make_spec(handle, REFRAIN, 40))
     harness.run()
@@ -301,11 +303,54 @@ def test_drafts_fill_a_step_up_to_the_batch_that_is_set() -> None:
     assert all(sum(plan.num_tokens) <= 6 for plan in drafting if len(plan.new_rows) == 0)
 
 
-def test_a_crowd_looks_nothing_up_until_it_is_smaller() -> None:
-    harness = make_harness(4, speculative_batch=3)
+def test_a_step_that_is_full_has_no_drafts_until_it_is_smaller() -> None:
+    harness = make_harness(4, speculative_limit=3)
     for handle, length in ((1, 90), (2, 24), (3, 24)):
         harness.submit(make_spec(handle, REFRAIN, length))
     harness.run()
     assert harness.tokens(1) == undisturbed(REFRAIN, 1, 90, refrain=True)
     assert {len(plan.rows) for plan in harness.plans if sum(plan.draft_counts)} <= {1, 2}
     assert harness.core.counters.draft_tokens_accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("shared", "batch", "longest"),
+    [
+        (1, None, 2),  # 0.28 x 0.59 is more than 0.15, and x 0.7 less
+        (2, None, 9),
+        (2, 0, 0),
+        (3, 0, 1),
+        (4, 0, 2),  # 0.78 x 0.85 is more than 0.65, and x 0.88 less
+        (9, 0, 4),  # 0.9 x 0.9 x 0.9 x 0.92 is, too
+        (24, 0, 12),
+        (2, 5, 4),  # so many at next to no cost
+    ],
+)
+def test_a_draft_is_as_long_as_it_is_likely(shared: int, batch: int | None, longest: int) -> None:
+    harness = make_harness(12, ngram_min=1, speculative_batch=batch, steps_in_flight=1, max_num_batched_tokens=80)
+    repeated = list(range(shared))
+    harness.submit(make_spec(1, [49, *repeated, *range(30, 49), *repeated[:-1]], 30))
+    harness.turn()
+    harness.core.scheduler.running[0].tokens[-1] = repeated[-1]
+    plan = harness.core.schedule(1.0)
+    assert plan is not None
+    assert drafts_of([plan]) == ([list(range(30, 30 + longest))] if longest else [])
+
+
+@pytest.mark.parametrize(("others", "ahead"), [(0, False), (2, True)])
+def test_a_step_is_planned_behind_drafts_where_they_are_few(others: int, ahead: bool) -> None:
+    """One draft at a time is at least one to every two only for a choice that runs alone."""
+    harness = make_harness(1)
+    harness.submit(make_spec(1, REFRAIN, 60))
+    for handle in range(2, 2 + others):
+        harness.submit(make_spec(handle, REFRAIN, 60, num_speculative_tokens=0))
+    behind = 0
+    while harness.core.has_work:
+        plan = harness.plan()
+        if plan is not None and plan.draft_counts and len(plan.rows) == 1 + others:
+            behind += harness.plan() is not None
+        if harness.outcomes:
+            harness.apply()
+    assert (behind > 0) == ahead
+    assert harness.core.counters.drafts > 0
+    assert harness.tokens(1) == undisturbed(REFRAIN, 1, 60, refrain=True)

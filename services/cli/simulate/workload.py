@@ -33,6 +33,7 @@ _NOT_HERE = {
     "num_speculative_tokens",
     "max_speculative_tokens",
     "speculative_batch",
+    "speculative_limit",
     "ngram_min",
     "ngram_max",
 }

@@ -288,8 +288,8 @@ class Program {
     template <class T>
     Cache<T> cache(int layer) const {
         T* keys = (T*)step_.cache + layer * step_.cache_layer;
-        const int P = step_.block_size, A = step_.head_size;
-        return {keys, keys + int64_t(P) * (A + Cache<T>::SCALE), P, P % UNIT ? 1 : UNIT, step_.kv_heads, A};
+        const int P = step_.block_size, K = step_.kv_heads, A = step_.head_size;
+        return {keys, keys + int64_t(K) * P * (A + Cache<T>::SCALE), P, P % UNIT ? 1 : UNIT, K, A};
     }
 
     const std::vector<Instruction> list_;

@@ -38,12 +38,13 @@ async def _print_plan(cluster: Cluster, address: str, engine: EngineSettings) ->
     async with connect(address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         loaded = await own_worker.load(stub, "plan", lambda: not cluster.runs("worker"), _PATIENCE_S)
+        hello = await stub.Hello(worker_pb2.WorkerServiceHelloRequest(engine=own_worker.peer("plan")))
         request = worker_pb2.PlanMemoryRequest(
             engine_incarnation=own_worker.INCARNATION,
             max_num_batched_tokens=engine.max_num_batched_tokens,
             max_num_seqs=engine.max_num_seqs,
             max_model_len=engine.max_model_len or loaded.model.max_model_len,
-            block_size=engine.block_size,
+            block_size=engine.block_size_on(hello.device),
             kv_cache_bytes=engine.kv_cache_bytes,
             encoder_budget=engine.encoder_budget,
             encoder_cache_size=engine.encoder_cache_size,

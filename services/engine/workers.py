@@ -130,13 +130,14 @@ class WorkerGroup:
             max_model_len = settings.max_model_len
         if before is not None and before.model.fingerprint != model.fingerprint:
             raise FailedPrecondition("it serves another model than before; restart the engine to serve it")
-        plan = await self._plan_memory(max_model_len, before)
+        block_size = settings.block_size_on(hello.device) if before is None else before.block_size
+        plan = await self._plan_memory(max_model_len, block_size, before)
         num_blocks = self._choose_blocks(plan, before)
         await self._stub.InitCache(
             worker_pb2.InitCacheRequest(
                 engine_incarnation=self._engine.incarnation,
                 num_blocks=num_blocks,
-                block_size=settings.block_size,
+                block_size=block_size,
                 max_num_seqs=settings.max_num_seqs,
                 max_model_len=max_model_len,
                 max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -153,7 +154,7 @@ class WorkerGroup:
             device=hello.device,
             kv_windows=cards.to_windows(loaded.kv_groups),
             num_blocks=num_blocks,
-            block_size=settings.block_size,
+            block_size=block_size,
             bytes_per_block=plan.bytes_per_block,
             max_model_len=max_model_len,
             text_files=self._files,
@@ -164,7 +165,9 @@ class WorkerGroup:
             spoken = f"{worker.contract_min} to {worker.contract_max}"
             raise FailedPrecondition(f"it speaks contract versions {spoken}, not {cards.CONTRACT_VERSION}")
 
-    async def _plan_memory(self, max_model_len: int, before: Standing | None) -> worker_pb2.PlanMemoryResponse:
+    async def _plan_memory(
+        self, max_model_len: int, block_size: int, before: Standing | None
+    ) -> worker_pb2.PlanMemoryResponse:
         settings = self._settings
         if before is not None:  # requests are held to what the pool can hold, so it need not hold more
             max_model_len = min(max_model_len, before.kv_capacity_tokens)
@@ -175,7 +178,7 @@ class WorkerGroup:
                 max_num_batched_tokens=settings.max_num_batched_tokens,
                 max_num_seqs=settings.max_num_seqs,
                 max_model_len=max_model_len,
-                block_size=settings.block_size,
+                block_size=block_size,
                 kv_cache_bytes=wanted or None,
                 encoder_budget=settings.encoder_budget,
                 encoder_cache_size=settings.encoder_cache_size,

@@ -21,6 +21,7 @@ from services.engine.core import CoreConfig
 VOCABULARY = (1 << 31) - 1
 """Token ids are only names of content here, so any number is one."""
 DEFAULT_MODEL_LEN = 32_768
+DEFAULT_BLOCK_SIZE = 16
 """Longest prompt plus output where a workload names none: no model is there to say it."""
 MOST_REQUESTS = 100_000_000
 MOST_BLOCKS = 1 << 22
@@ -182,7 +183,7 @@ class Workload(Checked):
         """The limits as the core takes them; a length and a pool that are not named come to fit each other."""
         given = {name: value for name, value in self.limits if value is not None}
         length = given.setdefault("max_model_len", DEFAULT_MODEL_LEN)
-        enough = given["max_num_seqs"] * -(-length // given["block_size"])
+        enough = given["max_num_seqs"] * -(-length // given.setdefault("block_size", DEFAULT_BLOCK_SIZE))
         given.setdefault("num_blocks", min(enough, MOST_BLOCKS))
         return CoreConfig(vocab_size=VOCABULARY, **given)
 

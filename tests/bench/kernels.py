@@ -19,10 +19,12 @@ import torch
 from kernels.linear.blocks import Blocks
 from kernels.native import library as c
 from kernels.native.program import OUTPUT, Op
+from services.worker.cache import KVCache, KvLayout
+from services.worker.step import CacheShape
 from tests.kernels.native import instruction, product
 
 LAYERS, WIDTH, HEADS, KV_HEADS, SIZE, INNER, VOCABULARY = 30, 576, 9, 3, 64, 1536, 49152
-BLOCK, CONTEXT, BLOCKS = 16, 257, 1300
+BLOCK, CONTEXT, BLOCKS = 64, 257, 400
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 KINDS = ("q4", "q8", *DTYPES)
 Kept = TypeVar("Kept")
@@ -73,7 +75,8 @@ class Model:
         self.product("head", head, self.x, c.View(OUTPUT, 0, VOCABULARY))
         program = c.CompiledProgram(library, self.lines, self.buffers)
         self.program, self.address = program, program._address
-        self.cache = torch.zeros(LAYERS, 2, BLOCKS, KV_HEADS, BLOCK, SIZE, dtype=torch.float16)
+        shape = KvLayout(LAYERS, KV_HEADS, SIZE, torch.float16, lambda tokens, heads, size: (heads, tokens, size))
+        self.cache = KVCache(shape, CacheShape(BLOCKS, BLOCK, 64, 4096, 512), torch.device("cpu")).tensor
 
     def view(self, buffer: int) -> c.View:
         return c.View(buffer, 0, self.buffers[buffer].width)

@@ -33,7 +33,7 @@ from services.local import demo
 from services.local.cluster import free_port
 from tests.worker.harness import Stream, peer
 
-CONTEXT, BLOCK, IN_FLIGHT, INCARNATION = 224, 16, 2, 5
+CONTEXT, BLOCK, IN_FLIGHT, INCARNATION = 224, 64, 2, 5
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "cut": {"temperature": 0.7, "top_p": 0.95, "top_k": 50},

@@ -151,6 +151,7 @@ class TorchRunner:
         self._cache = self._steps = None  # the old one goes before the new one comes
         self._cache = KVCache(model.kv_layout, shape, model.device)
         graphs.record(model, self._cache, shape)
+        self._cache.make_pages()
         self._pooler.clear()
         self._media.clear()
         beside = (self._pooler, self._media)

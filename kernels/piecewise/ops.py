@@ -236,7 +236,11 @@ def _listing(tokens: range, parts: Parts) -> str:
 
 
 def _compile_rows(base: Ops[Tensor], mathematics: Callable[[Symbol], Symbol], width: int) -> Callable[[Tensor], Tensor]:
-    """One product, of which a compiler makes nothing better."""
-    if isinstance(mathematics, Linear):
-        return base.compile_rows(mathematics.product, width)
-    raise ValueError("only a product is served as mathematics of rows")
+    """One piece, by the base's ops: of a product and what is chosen of it a compiler makes nothing better."""
+    recorder = Recorder()
+    x = recorder.new(Kind((None, width), torch.float32))  # whatever its type: nothing is compiled for it
+    parts = split(recorder.finish(mathematics(x)))
+    if len(parts) != 1 or isinstance(parts[0], Barrier):
+        raise ValueError("only one piece is served as mathematics of rows")
+    call = uncompiled(parts[0], base)
+    return base.compile_rows(lambda x_XI: call(x_XI)[0], width)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 import torch
@@ -74,28 +74,35 @@ class HostSteps:
         wishes = functools.reduce(operator.or_, step.flags.tolist())  # what some row asks for
         asked = [span for span in spans if span.flags & SAMPLES]
         batch = self._media.merge(spans, states.batch(spans, sampling_places(spans)))
+        masked = any(span.flags & MASKED for span in asked)
+        likeliest = not masked and sampler.take_likeliest([span.row for span in asked])  # most steps are so
         found = Read()
-        if self._only_likeliest(batch, wishes, asked):
-            sampled = iter(sampler.likeliest(*model.likeliest(batch, self._cache)))
-            for span in asked:
-                results[span.row] = _take(states, span, list(islice(sampled, span.drafts + 1)))
+        if likeliest and wishes == SAMPLES and self._samples_all(batch):
+            sampled = _by_span(asked, sampler.likeliest(*model.likeliest(batch, self._cache)))
         else:
             hidden_TD = model.forward(batch, self._cache)
             found = read(self._prompt_scores, self._pooler, states.request, spans, hidden_TD)
             results |= found.results
-            given = masks() if any(span.flags & MASKED for span in asked) else {}
-            for span, tokens in zip(asked, self._sample(asked, batch.sampled(hidden_TD), given), strict=True):
-                if span.row not in results:
-                    results[span.row] = _take(states, span, tokens)
+            hidden_SD = batch.sampled(hidden_TD)
+            if likeliest:
+                sampled = _by_span(asked, self._likeliest(hidden_SD))
+            else:
+                sampled = self._sample(asked, hidden_SD, masks() if masked else {})
+        for span, tokens in zip(asked, sampled, strict=True):
+            if span.row not in results:
+                results[span.row] = _take(states, span, tokens)
         ordered = [results[row] for row in step.rows.tolist() if row in results]
         spent_s = model.ops.spent_s() - spent_s
         return StepOutput(step.step_id, tuple(ordered), tuple(found.prompts), tuple(found.pooled), spent_s, missing)
 
-    def _only_likeliest(self, batch: Batch, wishes: int, asked: list[Span]) -> bool:
-        """Whether the largest logit at every token of the batch is all that it is for: most steps are so."""
-        if wishes != SAMPLES or batch.logits_at_S is not None or len(batch.input_ids_T) > self._logits_rows:
-            return False
-        return self._sampler.take_likeliest([span.row for span in asked])
+    def _samples_all(self, batch: Batch) -> bool:
+        """Whether every token of the batch is sampled, and no more of them than may be at once."""
+        return batch.logits_at_S is None and len(batch.input_ids_T) <= self._logits_rows
+
+    def _likeliest(self, hidden_SD: torch.Tensor) -> Iterator[Sampled]:
+        """What each position gives where the largest logit is all that it is for: then there are no logits."""
+        for some_SD in torch.split(hidden_SD, self._logits_rows):
+            yield from self._sampler.likeliest(*self._model.likeliest_of(some_SD))
 
     def _sample(self, spans: list[Span], hidden_SD: torch.Tensor, masks: Masks) -> Iterator[list[Sampled]]:
         """What each span gives at each of its positions, in order; nothing where its result is to be dropped."""
@@ -119,6 +126,13 @@ class HostSteps:
         for span in spans:
             dropped = span.row in masks and masks[span.row] is None
             yield [] if dropped else list(islice(results, span.drafts + 1))
+
+
+def _by_span(spans: list[Span], sampled: Iterable[Sampled]) -> Iterator[list[Sampled]]:
+    """What each span gives, of what all their positions give in order."""
+    results = iter(sampled)
+    for span in spans:
+        yield list(islice(results, span.drafts + 1))
 
 
 def _take(states: States, span: Span, sampled: list[Sampled]) -> RowResult:

@@ -95,7 +95,9 @@ def _on_host(model: Decoder, shape: CacheShape, logits_rows: int) -> None:
     batch = states.batch(spans, range(max(0, total - logits_rows), total))
     cache = KVCache(model.kv_layout, shape, model.device)
     hidden_TD = model.forward(batch, cache)
-    logits_NV = model.logits(batch.sampled(hidden_TD))
+    hidden_SD = batch.sampled(hidden_TD)
+    model.likeliest_of(hidden_SD)
+    logits_NV = model.logits(hidden_SD)
     logits_NV[:_FLAT].zero_()  # the most that cutoffs can take, whatever the model says: all tokens are looked at
     sampler.sample(logits_NV, [Position(spans[index % rows].row, tokens) for index in range(len(logits_NV))])
     last = [Span(span.row, span.end - 1, span.end, SAMPLES, 0) for span in spans[:logits_rows]]

@@ -177,9 +177,12 @@ def test_compiled_pieces_are_given_inputs_without_gaps(media: bool):
     assert torch.equal(made(given(5, media)), ops.compile(small_model(ops, media=True))(given(5, media)))
 
 
-def test_only_a_product_is_mathematics_of_rows():
-    ops = piecewise_ops(base())
-    weight = random(5, 3)
-    assert torch.equal(ops.compile_rows(ops.prepare_linear(weight, None), 3)(random(2, 3)), random(2, 3) @ weight.T)
-    with pytest.raises(ValueError, match="only a product"):
+def test_mathematics_of_rows_are_one_piece_by_the_ops_of_the_base():
+    plain = base()
+    ops = piecewise_ops(plain)
+    weight, x = random(5, 3), random(2, 3)
+    head = ops.prepare_linear(weight, None)
+    assert torch.equal(ops.compile_rows(head, 3)(x), x @ weight.T)
+    assert torch.equal(ops.compile_rows(lambda x: ops.largest(head(x)), 3)(x), plain.largest(x @ weight.T))
+    with pytest.raises(ValueError, match="only one piece"):
         ops.compile_rows(lambda x: x, 3)

@@ -101,6 +101,8 @@ def test_the_likeliest_without_logits_are_those_of_the_logits(pair, sequences):
     best, values = run.model.likeliest(run.batch, run.cache)
     assert best == logits.argmax(1).tolist()
     assert values == logits.amax(1).tolist()
+    hidden = run.model.forward(run.batch, run.cache)
+    assert run.model.likeliest_of(hidden[1::3]) == (best[1::3], values[1::3])
 
 
 @pytest.mark.parametrize("pair", list(KINDS)[:1], indirect=True)

@@ -15,6 +15,7 @@ from services.worker.step import ROW_FAILED, ROW_NOT_FINITE, ROW_OK, Candidate, 
 from services.worker.toy_text import VOCAB_SIZE
 from tests.worker.columns import request, run, step
 from tests.worker.on_host import device_runner_of
+from tests.worker.sequences import poison
 from tests.worker.tiny_llama import PROMPT, runner_of, tiny_llama
 
 COUNT = 30
@@ -172,6 +173,41 @@ def test_rows_with_drafts_beside_rows_that_prefill_decode_and_end(runner: TorchR
             made[result.row] += result.token_ids
     assert [len(tokens) for tokens in made] == [10, 4, 4, 1]
     assert made == [tokens[: len(some)] for tokens, some in zip(alone, made, strict=True)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"ops": "torch"}, {"ops": "reference", "logits_rows": 2}])
+def test_greedy_rows_of_mixed_steps_do_without_logits(
+    model_path: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They give what rows give that also want log probabilities: chunks, drafts, a decoding row, one that fails."""
+
+    def results(runner: TorchRunner, **sampling: Any) -> list[Any]:
+        news = [request(row, PROMPT, temperature=0, **sampling) for row in range(4)]
+        blocks = {row: range(16 * row, 16 * row + 16) for row in range(4)}
+        outputs = [run(runner, step(0, [(row, 0, 11) for row in range(3)], news[:3], blocks=blocks))]
+        poison(runner, 32)  # the first of the third row
+        listed, drafts = [(0, 11, 3), (3, 0, 6), (2, 11, 2), (1, 11, 1)], {0: [right[1], wrong(right[2])], 2: [5]}
+        outputs.append(run(runner, step(1, listed, news[3:], flags=[1, 0, 1, 1], blocks=blocks, drafts=drafts)))
+        listed, drafts = [(3, 6, 5), (1, 12, 4), (0, 13, 1)], {1: right[2:5]}
+        outputs.append(run(runner, step(2, listed, drafts=drafts)))
+        return [[(each.row, each.status, each.token_ids) for each in output.results] for output in outputs]
+
+    right, _ = flat(plain(runner_of(model_path), request(0, PROMPT, temperature=0), 6, range(16)))
+    with_logits = results(runner_of(model_path, **settings), logprobs=0)
+    runner = runner_of(model_path, **settings)
+    model, _ = runner._model_of("test")
+    at_once: list[int] = []
+    likeliest_of = model.likeliest_of
+    monkeypatch.setattr(model, "logits", None)
+    monkeypatch.setattr(model, "likeliest_of", lambda x_SD: at_once.append(len(x_SD)) or likeliest_of(x_SD))
+    assert results(runner) == with_logits
+    assert with_logits[1] == [
+        (0, ROW_OK, tuple(right[1:3])),
+        (2, ROW_NOT_FINITE, ()),
+        (1, ROW_OK, (right[1],)),
+    ]
+    assert with_logits[2] == [(3, ROW_OK, (right[0],)), (1, ROW_OK, tuple(right[2:6])), (0, ROW_OK, (right[3],))]
+    assert at_once == ([2, 1, 2, 2, 2, 2, 2, 2] if "logits_rows" in settings else [3, 6, 6])
 
 
 def test_rows_without_drafts_take_one_position_each(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:

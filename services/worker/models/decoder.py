@@ -44,6 +44,7 @@ class Decoder:
         self._forward = ops.compile(mathematics.hidden)
         self._likeliest = ops.compile(mathematics.likeliest)
         self._logits = ops.compile_rows(weights.head, config.hidden_size)
+        self._likeliest_of = ops.compile_rows(mathematics.likeliest_of, config.hidden_size)
 
     def one_layer(self) -> Decoder:
         """The same model with the one layer that sees furthest: it takes as much memory for a step as the whole."""
@@ -80,12 +81,20 @@ class Decoder:
 
         The same as `forward`, `logits` and an argmax, without anything in between that is kept.
         """
-        pairs_T2 = self.pairs(batch, cache).cpu().numpy()
-        return pairs_T2.view(np.int32)[:, 0].tolist(), pairs_T2[:, 1].tolist()
+        return _unpaired(self.pairs(batch, cache))
+
+    def likeliest_of(self, hidden_SD: torch.Tensor) -> tuple[list[int], list[float]]:
+        """The same for final hidden states: that of `logits` and an argmax."""
+        return _unpaired(self._likeliest_of(hidden_SD))
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """float32 logits [S, V] of final hidden states."""
         return self._logits(hidden_SD).float()
+
+
+def _unpaired(pairs_N2: torch.Tensor) -> tuple[list[int], list[float]]:
+    numbers_N2 = pairs_N2.cpu().numpy()
+    return numbers_N2.view(np.int32)[:, 0].tolist(), numbers_N2[:, 1].tolist()
 
 
 def _given(batch: Batch, cache: KVCache) -> StepTensors:
@@ -137,7 +146,11 @@ class _Mathematics:
 
     def likeliest(self, step: Step[Any]) -> Any:
         """The largest logit of each token, and whose it is."""
-        return self._ops.largest(self._weights.head(self.hidden(step)))
+        return self.likeliest_of(self.hidden(step))
+
+    def likeliest_of(self, x_SD: Any) -> Any:
+        """The same of final hidden states."""
+        return self._ops.largest(self._weights.head(x_SD))
 
     def _queries_keys_values(self, layer: Layer, x_TD: Any) -> tuple[Any, Any]:
         """Projected, queries and keys side by side, and normed where the model does so."""

@@ -44,7 +44,7 @@ async def _print_plan(cluster: Cluster, address: str, engine: EngineSettings) ->
             max_num_batched_tokens=engine.max_num_batched_tokens,
             max_num_seqs=engine.max_num_seqs,
             max_model_len=engine.max_model_len or loaded.model.max_model_len,
-            block_size=engine.block_size_on(hello.device),
+            block_size=engine.on(hello.device).block_size,
             kv_cache_bytes=engine.kv_cache_bytes,
             encoder_budget=engine.encoder_budget,
             encoder_cache_size=engine.encoder_cache_size,

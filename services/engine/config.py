@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import ValidationInfo, field_validator
 
 from services.common.settings import Settings, knob
+
+
+class OnDevice(NamedTuple):
+    """Knobs whose defaults depend on the worker's device."""
+
+    block_size: int
+    max_speculative_tokens: int
+    speculative_batch: int
+    ngram_min: int
+
+
+ON_CPU = OnDevice(block_size=64, max_speculative_tokens=12, speculative_batch=4, ngram_min=1)
+"""A step costs more with each token beyond a few, and attention reads longer pieces faster."""
+ELSEWHERE = OnDevice(block_size=16, max_speculative_tokens=4, speculative_batch=16, ngram_min=2)
+"""Graphs of a GPU hold rows of at most 4 drafts."""
+
+
+def _by_device(cpu: int, elsewhere: int) -> str:
+    return f"by default {cpu} on a CPU and {elsewhere} elsewhere"
 
 
 class EngineSettings(Settings):
@@ -28,14 +47,22 @@ class EngineSettings(Settings):
         "ngram", "draft tokens for requests that do not say how many they want; no output changes through them"
     )
     max_speculative_tokens: int | None = knob(
-        None, "draft tokens of one request in a step at most; by default 12 on a CPU and 4 elsewhere", ge=0, le=128
+        None,
+        "draft tokens of one request in a step at most; "
+        + _by_device(ON_CPU.max_speculative_tokens, ELSEWHERE.max_speculative_tokens),
+        ge=0,
+        le=128,
     )
     speculative_batch: int | None = knob(
-        None, "tokens of a step up to which drafts are nearly free; by default 4 on a CPU and 16 elsewhere", ge=0
+        None,
+        "tokens of a step up to which drafts are nearly free; "
+        + _by_device(ON_CPU.speculative_batch, ELSEWHERE.speculative_batch),
+        ge=0,
     )
     ngram_min: int | None = knob(
         None,
-        "tokens that must have occurred before, to draft what followed them; by default 1 on a CPU and 2 elsewhere",
+        "tokens that must have occurred before, to draft what followed them; "
+        + _by_device(ON_CPU.ngram_min, ELSEWHERE.ngram_min),
         ge=1,
         le=16,
     )
@@ -45,7 +72,7 @@ class EngineSettings(Settings):
 
     block_size: int | None = knob(
         None,
-        "tokens in one KV block; by default 64 on a CPU, where attention reads longer pieces faster, and 16 elsewhere",
+        "tokens in one KV block; " + _by_device(ON_CPU.block_size, ELSEWHERE.block_size),
         ge=1,
         le=1024,
     )
@@ -86,9 +113,15 @@ class EngineSettings(Settings):
     log_level: Literal["debug", "info", "warning", "error"] = knob("info", "least urgent events that are logged")
     log_style: Literal["json", "text"] = knob("json", "one JSON object per line, or short lines for a terminal")
 
-    def block_size_on(self, device: str) -> int:
-        """Tokens in one KV block of a worker on this device."""
-        return self.block_size or (64 if device == "cpu" else 16)
+    def on(self, device: str) -> OnDevice:
+        """What depends on the worker's device: as given, or its defaults."""
+        usual = ON_CPU if device == "cpu" else ELSEWHERE
+        return OnDevice(
+            _first(self.block_size, usual.block_size),
+            _first(self.max_speculative_tokens, usual.max_speculative_tokens),
+            _first(self.speculative_batch, usual.speculative_batch),
+            _first(self.ngram_min, usual.ngram_min),
+        )
 
     @field_validator("ngram_max")
     @classmethod
@@ -96,3 +129,7 @@ class EngineSettings(Settings):
         if value < (others.data.get("ngram_min") or 0):
             raise ValueError(f"less than --ngram-min, {others.data['ngram_min']}")
         return value
+
+
+def _first(given: int | None, otherwise: int) -> int:
+    return otherwise if given is None else given

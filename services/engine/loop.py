@@ -38,10 +38,7 @@ _log = Log("engine")
 
 def core_config(settings: EngineSettings, standing: Standing) -> CoreConfig:
     """What limits a core that drives this worker group."""
-    # A CPU's step costs more with each token beyond a few, and graphs of a GPU hold rows of at most 4 drafts.
-    on_cpu = standing.device == "cpu"
-    drafts = _first(settings.max_speculative_tokens, 12 if on_cpu else 4)
-    batch = _first(settings.speculative_batch, 4 if on_cpu else 16)
+    here = settings.on(standing.device)
     return CoreConfig(
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
@@ -56,11 +53,11 @@ def core_config(settings: EngineSettings, standing: Standing) -> CoreConfig:
         ageing_s=settings.ageing_s,
         max_prefill_tokens=settings.max_prefill_tokens,
         max_preemptions=settings.max_preemptions,
-        num_speculative_tokens=drafts if settings.speculative == "ngram" else 0,
-        max_speculative_tokens=drafts,
-        speculative_batch=batch,
-        speculative_limit=None if on_cpu else batch,
-        ngram_min=_first(settings.ngram_min, 1 if on_cpu else 2),
+        num_speculative_tokens=here.max_speculative_tokens if settings.speculative == "ngram" else 0,
+        max_speculative_tokens=here.max_speculative_tokens,
+        speculative_batch=here.speculative_batch,
+        speculative_limit=None if standing.device == "cpu" else here.speculative_batch,
+        ngram_min=here.ngram_min,
         ngram_max=settings.ngram_max,
         encoder_budget=settings.encoder_budget,
         encoder_cache_size=settings.encoder_cache_size,
@@ -68,10 +65,6 @@ def core_config(settings: EngineSettings, standing: Standing) -> CoreConfig:
         max_waiting_tokens=settings.max_waiting_tokens,
         steps_in_flight=settings.steps_in_flight,
     )
-
-
-def _first(given: int | None, otherwise: int) -> int:
-    return otherwise if given is None else given
 
 
 class EngineLoop:

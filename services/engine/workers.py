@@ -130,7 +130,7 @@ class WorkerGroup:
             max_model_len = settings.max_model_len
         if before is not None and before.model.fingerprint != model.fingerprint:
             raise FailedPrecondition("it serves another model than before; restart the engine to serve it")
-        block_size = settings.block_size_on(hello.device) if before is None else before.block_size
+        block_size = settings.on(hello.device).block_size if before is None else before.block_size
         plan = await self._plan_memory(max_model_len, block_size, before)
         num_blocks = self._choose_blocks(plan, before)
         await self._stub.InitCache(

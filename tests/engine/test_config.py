@@ -12,8 +12,8 @@ def test_defaults_and_sources() -> None:
     settings = EngineSettings.load([], "engine", {})
     assert (settings.name, settings.max_num_batched_tokens, settings.max_num_seqs) == ("engine", 512, 64)
     assert (settings.block_size, settings.num_blocks, settings.steps_in_flight) == (None, None, 2)
-    assert [settings.block_size_on(device) for device in ("cpu", "cuda", "simulated")] == [64, 16, 16]
-    assert EngineSettings.load(["--block-size", "8"], "engine", {}).block_size_on("cpu") == 8
+    assert [settings.on(device).block_size for device in ("cpu", "cuda", "simulated")] == [64, 16, 16]
+    assert EngineSettings.load(["--block-size", "8"], "engine", {}).on("cpu").block_size == 8
     assert settings.enable_prefix_caching
     given = EngineSettings.load(
         ["--max-num-seqs", "3", "--no-enable-prefix-caching"],

@@ -30,7 +30,6 @@ INLINE F exponential(F x) {
 INLINE F exp_below_zero(F x) { return x < -87.0f ? F{} : exponential(x); }
 
 INLINE I magnitude(F v) { return (I)v & 0x7fffffff; }  // ordered like |v|; what is not finite is above all
-INLINE I larger(I a, I b) { return a > b ? a : b; }
 INLINE int32_t largest_lane(I v) { return across(v, larger); }
 INLINE float largest_of(I magnitudes) {  // NaN where any of them is not finite
     const int32_t bits = largest_lane(magnitudes);

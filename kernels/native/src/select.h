@@ -24,7 +24,7 @@ static int32_t largest_key(const float* x, int n) {
     int i = 0;
     for (; i + W <= n; i += W) {
         const I key = ordered(load<F>(x + i));
-        most = key > most ? key : most;
+        most = larger(key, most);
     }
     int32_t key = INT32_MIN;
     for (; i < n; i++) key = std::max(key, ordered_one(x[i]));
@@ -53,11 +53,11 @@ INLINE Largest largest_of_row(const float* x, int n) {
     for (; i + W <= n; i += W) {
         const I key = ordered(load<F>(x + i));
         place = key > most ? I{} + i : place;
-        most = key > most ? key : most;
+        most = larger(key, most);
     }
     for (int lane = 0; lane < W; lane++) place[lane] += lane;
     Largest best;
-    best.key = across(most, [](I a, I b) { return a > b ? a : b; });
+    best.key = across(most, larger);
     best.id = across(most == best.key ? place : I{} + INT32_MAX, [](I a, I b) { return a < b ? a : b; });
     for (; i < n; i++)
         if (const int32_t key = ordered_one(x[i]); key > best.key) best = {key, i};

@@ -13,7 +13,6 @@ INLINE Integers low_nibbles(Integers b) { return _mm512_and_si512(b, _mm512_set1
 INLINE Integers high_nibbles(Integers b) { return low_nibbles(_mm512_srli_epi16(b, 4)); }
 INLINE Integers multiply_bytes(Integers u, Integers q) { return _mm512_maddubs_epi16(u, q); }
 INLINE Integers multiply_words(Integers a, Integers b) { return _mm512_madd_epi16(a, b); }
-INLINE Integers ones16() { return _mm512_set1_epi16(1); }
 INLINE Integers signed_words(const uint8_t* q) { return _mm512_cvtepi8_epi16(load<__m256i>(q)); }
 #else
 typedef __m256i Integers;
@@ -22,7 +21,6 @@ INLINE Integers low_nibbles(Integers b) { return _mm256_and_si256(b, _mm256_set1
 INLINE Integers high_nibbles(Integers b) { return low_nibbles(_mm256_srli_epi16(b, 4)); }
 INLINE Integers multiply_bytes(Integers u, Integers q) { return _mm256_maddubs_epi16(u, q); }
 INLINE Integers multiply_words(Integers a, Integers b) { return _mm256_madd_epi16(a, b); }
-INLINE Integers ones16() { return _mm256_set1_epi16(1); }
 INLINE Integers signed_words(const uint8_t* q) { return _mm256_cvtepi8_epi16(load<__m128i>(q)); }
 #endif
 

@@ -177,6 +177,8 @@ INLINE F from_bfloat(const uint16_t* h) {
 
 INLINE F to_float(I i) { return __builtin_convertvector(i, F); }
 
+INLINE I larger(I a, I b) { return a > b ? a : b; }
+
 // All lanes combined, in halves: by a sum, or by whatever else.
 template <class V, class Combine>
 INLINE auto across(V v, const Combine& combine) {

@@ -15,13 +15,12 @@ from pydantic import Field, ValidationError, create_model, model_validator
 
 from services.cli.simulate.amount import MOST_SECONDS, Amount, Checked, Seconds, Tokens
 from services.common.settings import SettingsError, nearest
-from services.engine.config import EngineSettings
+from services.engine.config import ELSEWHERE, EngineSettings
 from services.engine.core import CoreConfig
 
 VOCABULARY = (1 << 31) - 1
 """Token ids are only names of content here, so any number is one."""
 DEFAULT_MODEL_LEN = 32_768
-DEFAULT_BLOCK_SIZE = 16
 """Longest prompt plus output where a workload names none: no model is there to say it."""
 MOST_REQUESTS = 100_000_000
 MOST_BLOCKS = 1 << 22
@@ -183,7 +182,7 @@ class Workload(Checked):
         """The limits as the core takes them; a length and a pool that are not named come to fit each other."""
         given = {name: value for name, value in self.limits if value is not None}
         length = given.setdefault("max_model_len", DEFAULT_MODEL_LEN)
-        enough = given["max_num_seqs"] * -(-length // given.setdefault("block_size", DEFAULT_BLOCK_SIZE))
+        enough = given["max_num_seqs"] * -(-length // given.setdefault("block_size", ELSEWHERE.block_size))
         given.setdefault("num_blocks", min(enough, MOST_BLOCKS))
         return CoreConfig(vocab_size=VOCABULARY, **given)
 

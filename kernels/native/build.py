@@ -12,6 +12,7 @@ the same sources will do.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -50,6 +51,11 @@ _NEEDS_AVX2 = frozenset(("avx2", "fma", "f16c", "bmi1", "bmi2"))
 _NEEDS_AVX512 = _NEEDS_AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
 _PORTABLE = Level("portable", frozenset(), ("-O2",))  # -O3 compiles longer, and is no faster
 X86 = (
+    Level(
+        "amx",
+        _NEEDS_AVX512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"},
+        (*_AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    ),
     Level("avx512-vnni", _NEEDS_AVX512 | {"avx512_vnni"}, (*_AVX512, "-mavx512vnni")),
     Level("avx512", _NEEDS_AVX512, _AVX512),
     Level("avx2", _NEEDS_AVX2, _AVX2),
@@ -59,10 +65,11 @@ X86 = (
 CHOICES = ("auto", *(level.name for level in X86))
 
 
-def levels(cpuinfo: str | None = None) -> tuple[Level, ...]:
-    """What this machine can run, the best first. `cpuinfo` stands for /proc/cpuinfo."""
+def levels(told: str | None = None) -> tuple[Level, ...]:
+    """What this machine can run, the best first. `told` stands for /proc/cpuinfo."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return (_PORTABLE,)
+    cpuinfo = told
     if cpuinfo is None:
         path = Path("/proc/cpuinfo")
         cpuinfo = path.read_text() if path.exists() else ""
@@ -71,7 +78,14 @@ def levels(cpuinfo: str | None = None) -> tuple[Level, ...]:
         if line.startswith("flags"):
             has = set(line.partition(":")[2].split())
             break
-    return tuple(level for level in X86 if level.needs <= has)
+    found = tuple(level for level in X86 if level.needs <= has)
+    return found if told is not None or "amx_tile" not in has or _ask_for_tiles() else found[1:]
+
+
+def _ask_for_tiles() -> bool:
+    """Asks the system to let this process use the matrix unit, whose registers are off until then."""
+    arch_prctl, request, tiles = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request, tiles) == 0
 
 
 def cache_folder() -> Path:

@@ -55,7 +55,8 @@ class NgramIndex:
         """The place before the end that shares most tokens with it, the newest of equals.
 
         It shares at least `shortest` tokens; more than `longest` count no more. Only the newest
-        CANDIDATES are looked at.
+        CANDIDATES are looked at; a single token that shares its place in the table with a later one is
+        not found.
         """
         end, length = len(tokens), self._length
         place = self._heads[hash(tuple(tokens[end - length : end])) & self._mask] if end > length else 0

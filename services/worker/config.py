@@ -54,7 +54,7 @@ class WorkerSettings(Settings):
         "fuse what stands between attentions with torch's compiler, once, and keep what that gives: with --ops triton,"
         " torch or reference",
     )
-    isa: Literal["auto", "avx512-vnni", "avx512", "avx2", "portable"] = knob(
+    isa: Literal["auto", "amx", "avx512-vnni", "avx512", "avx2", "portable"] = knob(
         "auto", "instruction set of the native kernels; auto is the best of this CPU"
     )
     spin_us: float = knob(

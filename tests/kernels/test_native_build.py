@@ -43,6 +43,10 @@ def no_compiler(monkeypatch):
         ("avx2 fma f16c bmi1 bmi2", ["avx2", "portable"]),
         (SKYLAKE, ["avx512", "avx2", "portable"]),
         (f"{SKYLAKE} avx512_vnni", ["avx512-vnni", "avx512", "avx2", "portable"]),
+        (
+            f"{SKYLAKE} avx512_vnni avx512_bf16 amx_tile amx_bf16",
+            ["amx", "avx512-vnni", "avx512", "avx2", "portable"],
+        ),
     ],
 )
 def test_the_levels_of_a_cpu(monkeypatch, flags, names):

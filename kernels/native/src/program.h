@@ -8,6 +8,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "matrix.h"
 #include "media.h"
 #include "pool.h"
 #include "select.h"
@@ -100,7 +101,12 @@ class Program {
         prepare(pool.threads());
         while (int(scratch_.size()) < pool.threads()) scratch_.emplace_back(new Scratch);
         times_.resize(profiled_ ? phases_.size() : 0);
-        const auto work = [this](uint32_t phase, uint32_t item, int thread) { execute(phase, item, *scratch_[thread]); };
+        number_++;
+        const auto work = [this](uint32_t phase, uint32_t item, int thread) {
+            Scratch& scratch = *scratch_[thread];
+            if (scratch.shaped != number_) shape_tiles(), scratch.shaped = number_;
+            execute(phase, item, scratch);
+        };
         pool.run(run_, work, profiled_ ? times_.data() : nullptr);
         for (size_t p = 0; p < times_.size(); p++) spent_[p] += times_[p];
         return 0;
@@ -298,6 +304,7 @@ class Program {
     const Instruction* attention_ = nullptr;
     bool profiled_ = false;
     int capacity_ = 0, tokens_ = 1;  // tokens_: of one item
+    uint64_t number_ = 0;            // of runs
     Step step_{};
     std::vector<Phase> phases_;
     char* block_ = nullptr;  // all buffers

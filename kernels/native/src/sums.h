@@ -45,4 +45,5 @@ struct Scratch {  // of one thread
     State states[2];
     const void* units[LANES][(SEGMENT + CHUNK) / UNIT];  // of keys: a segment's, and those that follow it
     const void* fetched = nullptr;  // the first keys of the tile that was prepared for
+    uint64_t shaped = 0;            // the run that this thread last shaped its tiles for
 };

@@ -180,16 +180,24 @@ INLINE F to_float(I i) { return __builtin_convertvector(i, F); }
 INLINE I larger(I a, I b) { return a > b ? a : b; }
 
 // All lanes combined, in halves: by a sum, or by whatever else.
-template <class V, class Combine>
-INLINE auto across(V v, const Combine& combine) {
+template <int half, class V>
+INLINE V swap_lanes(V v) {  // lane i becomes lane i ^ half
+#if defined(__AVX512F__)
+    // GCC 12 moves lanes of such a vector one by one
+    if constexpr (half == 8) return (V)_mm512_shuffle_i32x4((__m512i)v, (__m512i)v, 0x4e);
+    else if constexpr (half == 4) return (V)_mm512_shuffle_i32x4((__m512i)v, (__m512i)v, 0xb1);
+    else return (V)_mm512_shuffle_epi32((__m512i)v, half == 2 ? _MM_PERM_BADC : _MM_PERM_CDAB);
+#else
+    V other;
     UNROLL
-    for (int half = W / 2; half > 0; half /= 2) {
-        V other;
-        UNROLL
-        for (int i = 0; i < W; i++) other[i] = v[i ^ half];
-        v = combine(v, other);
-    }
-    return v[0];
+    for (int i = 0; i < W; i++) other[i] = v[i ^ half];
+    return other;
+#endif
+}
+template <class V, class Combine, int half = W / 2>
+INLINE auto across(V v, const Combine& combine) {
+    if constexpr (half == 0) return v[0];
+    else return across<V, Combine, half / 2>(combine(v, swap_lanes<half>(v)), combine);
 }
 INLINE float sum(F f) {
     return across(f, [](F a, F b) { return a + b; });

@@ -1,0 +1,36 @@
+// The machine's unit for products of small matrices (AMX): eight tiles of 16 rows of 64 bytes. A process must have asked
+// for it (kernels.native.build does).
+//
+//     sums    [16 rows, 16 columns]     floats
+//     left    [16 rows, 32 inputs]      bfloat16, a row of inputs as it lies
+//     right   [16 pairs, 16 columns]    of bfloat16: inputs 2 k and 2 k + 1 of a column side by side
+//
+//     sums += left x right, for each sum in one order whatever the rows beside it: first the products of even inputs,
+//     then those of odd ones, then both to the sum
+#pragma once
+#include "vec.h"
+
+#if defined(__AMX_BF16__)
+#define MATRIX 1
+#else
+#define MATRIX 0
+#endif
+
+constexpr int SIDE = 16;   // rows and columns of a tile
+constexpr int DEPTH = 32;  // inputs of a product of tiles
+
+#if MATRIX
+constexpr int TILE = 1024;  // bytes
+
+// All tiles of a thread are of full size. Whoever used the unit before on this thread may have left others.
+INLINE void shape_tiles() {
+    struct alignas(64) {
+        uint8_t palette = 1, start = 0, reserved[14] = {};
+        uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        uint8_t rows[16] = {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE};
+    } shape;
+    _tile_loadconfig(&shape);
+}
+#else
+INLINE void shape_tiles() {}
+#endif

@@ -29,6 +29,7 @@ INLINE void shape_tiles() {
         uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
         uint8_t rows[16] = {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE};
     } shape;
+    asm volatile("" : "+m"(shape));  // GCC 12 thinks that only its first word is read
     _tile_loadconfig(&shape);
 }
 #else

@@ -69,7 +69,7 @@ def choose_ops(
             note = str(error)
     if choice == "native" or (choice == "auto" and on_cpu):
         try:
-            return native_ops(native or NativeOptions(), kv_dtype, head_dim)
+            return native_ops(native or NativeOptions(), kv_dtype, head_dim, deterministic=deterministic)
         except Unavailable as error:
             if choice == "native" or (native is not None and native.isa != "auto"):
                 raise

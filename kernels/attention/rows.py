@@ -37,6 +37,7 @@ class Rows:
     block_table_RB: torch.Tensor  # int32; entries past a row's context are never read
     block_size: int
     placed: Placed | None = None  # None: whoever needs them on the device puts them there
+    prompts: tuple[int, ...] | None = None  # R: new tokens, a row's first ones, that are of its prompt; None: not known
 
     @property
     def count(self) -> int:

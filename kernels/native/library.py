@@ -30,6 +30,7 @@ class Kind(IntEnum):
     BF16 = 2
     Q8 = 3
     Q4 = 4
+    PAIRS = 5
 
 
 class Inputs(IntEnum):
@@ -38,6 +39,8 @@ class Inputs(IntEnum):
     FLOATS = 0
     BYTES = 1
     WORDS = 2
+    MIXED = 3
+    SPLIT = 4
 
 
 KINDS = {torch.float32: Kind.F32, torch.float16: Kind.F16, torch.bfloat16: Kind.BF16}
@@ -110,6 +113,7 @@ class StepOfC(ctypes.Structure):
         ("media_of", c_void_p),
         ("media", c_void_p),
         ("media_row", c_int64),
+        ("prompts", c_void_p),
     )
 
 
@@ -180,7 +184,7 @@ class Pool:
 
 
 class PackedWeight:
-    """A weight in the layout of this build, and its bias."""
+    """A weight in the layout of this build, and its bias. A plain one multiplies floats, if it is not quantized."""
 
     def __init__(
         self,
@@ -188,9 +192,11 @@ class PackedWeight:
         weight_OI: torch.Tensor | Blocks,
         bias_O: torch.Tensor | None = None,
         arena: Arena | None = None,
+        *,
+        plain: bool = False,
     ) -> None:
         outputs, inputs = weight_OI.shape
-        self.kind = library.kind_of(weight_OI)
+        self.kind = library.kind_of(weight_OI, plain=plain)
         self.inputs = library.inputs_of(self.kind)
         self.shape = (outputs, inputs)
         self.row_items = library.row_items(outputs)
@@ -298,13 +304,14 @@ class Library:
         """Parts into which a product of so many outputs cuts a row."""
         return int(self.calls.triptych_row_items(outputs))
 
-    def kind_of(self, weight: torch.Tensor | Blocks) -> Kind:
+    def kind_of(self, weight: torch.Tensor | Blocks, *, plain: bool = False) -> Kind:
         """How a weight is stored. Raises ValueError for a type that is not served."""
         if isinstance(weight, Blocks):
             return Kind.Q4 if weight.bits == 4 else Kind.Q8
         if weight.dtype not in KINDS:
             raise ValueError(f"weights of {weight.dtype} are not served")
-        return KINDS[weight.dtype]
+        kind = KINDS[weight.dtype]
+        return kind if plain else Kind(self.calls.triptych_kept_as(kind, weight.shape[1]))
 
 
 def _threads() -> set[int]:
@@ -321,6 +328,7 @@ def load(isa: str = "auto") -> Library:
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "triptych_width": (c_int, ()),
     "triptych_inputs": (c_int, (c_int,)),
+    "triptych_kept_as": (c_int, (c_int, c_int64)),
     "triptych_serves": (c_int, (c_int,)),
     "triptych_row_items": (c_int64, (c_int64,)),
     "triptych_pool": (c_void_p, (c_int, c_int)),

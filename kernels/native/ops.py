@@ -29,15 +29,20 @@ class NativeOptions:
     pin: bool = False
 
 
-def native_ops(options: NativeOptions, kv_dtype: torch.dtype, head_dim: int) -> Ops[Symbol]:
-    """The table; all that is prepared with it runs on one pool of threads. Raises Unavailable."""
+def native_ops(
+    options: NativeOptions, kv_dtype: torch.dtype, head_dim: int, *, deterministic: bool = False
+) -> Ops[Symbol]:
+    """The table; all that is prepared with it runs on one pool of threads. Raises Unavailable.
+
+    Deterministic: a token is computed alike whether it is of a prompt or was generated, where that is not so by itself.
+    """
     library = load(options.isa)
     if not library.serves(head_dim):
         raise Unavailable(f"native attention does not do heads of {head_dim}")
     pool = Pool(library, options.threads, round(options.spin_us * 1000 / _TURN_NS))
     if options.pin:
         pool.pin()
-    engine = _Engine(library, pool, kv_dtype, Arena(library))
+    engine = _Engine(library, pool, kv_dtype, Arena(library), deterministic)
     return Ops(
         name="native",
         level=library.level,
@@ -219,6 +224,9 @@ def largest(x: Symbol) -> Symbol:
         recorder.add(Line(Op.LARGEST, x=x, y=y))
         return y
     assert isinstance(made.weight, PackedWeight)
+    assert made.x is not None
+    if made.x.value.inputs is Inputs.MIXED:  # as of the rows that a head by itself is given
+        made.x.value.inputs = Inputs.BYTES
     recorder.lines.pop()
     pairs = recorder.new(2 * made.weight.row_items)
     recorder.add(replace(made, op=Op.LINEAR_LARGEST, y=pairs))
@@ -240,12 +248,13 @@ class _Engine:
     pool: Pool
     kv_dtype: torch.dtype
     arena: Arena
+    deterministic: bool
 
     def linear(self, weight_OI: torch.Tensor | Blocks, bias_O: torch.Tensor | None = None) -> Linear:
         return Linear(PackedWeight(self.library, weight_OI, bias_O, self.arena))
 
     def product(self, weight_OI: torch.Tensor | Blocks, bias_O: torch.Tensor | None = None) -> Product:
-        weight = PackedWeight(self.library, weight_OI, bias_O, self.arena)
+        weight = PackedWeight(self.library, weight_OI, bias_O, self.arena, plain=True)
         if weight.inputs is not Inputs.FLOATS:
             raise ValueError("a product of tensors has a weight of floats")
         return Product(self.library, self.pool, weight)
@@ -280,6 +289,7 @@ class _Run:
         self._weights = [line.weight for line in recorder.lines]
         recorder.lines.clear()  # symbols and their recorder hold each other: weights must not hang on them
         self._pool = engine.pool
+        self._deterministic = engine.deterministic
         self._memory = torch.empty(0, width)
         self._out = self._memory  # as much of it as the last step took
 
@@ -335,6 +345,9 @@ class Program(_Run):
             self._kv_heads,
             cache.shape[-1] - kv_width(cache.dtype, 0),
         )
+        if rows.prompts is not None and not self._deterministic and any(rows.prompts):
+            prompts = (ctypes.c_int32 * rows.count)(*rows.prompts)
+            step.prompts = ctypes.addressof(prompts)
         media = given.media
         if media is None:
             return self.run(step)

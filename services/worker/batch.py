@@ -26,6 +26,7 @@ class Batch:
     logits_at_S: torch.Tensor | None  # int64, flat positions whose hidden states are turned into logits; None: all
     media: MediaTensors | None = None  # what its tokens read of media; None: none does
     placed: Placed | None = None  # row_starts and context_lens where they lie on the device already
+    prompts: tuple[int, ...] | None = None  # per row: its new tokens, the first ones, that are of its prompt
 
     def on(self, device: torch.device) -> Batch:
         """The same on a device; itself where it lies there."""
@@ -45,7 +46,7 @@ class Batch:
 
     def rows(self, block_size: int) -> Rows:
         """What attention reads of it."""
-        return Rows(self.row_starts, self.context_lens, self.block_table_RB, block_size, self.placed)
+        return Rows(self.row_starts, self.context_lens, self.block_table_RB, block_size, self.placed, self.prompts)
 
     def sampled(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """The hidden states [S, D] of the positions that give logits."""

@@ -128,7 +128,7 @@ class States:
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        row_starts, context_lens = [0], []
+        row_starts, context_lens, prompts = [0], [], list[int]()
         for row, start, end, _, first_writable, _ in spans:
             if end - start == 1:
                 ids.append(self._tokens.item(row, start))
@@ -143,6 +143,7 @@ class States:
                 slots += np.where(places < first_writable, -1, slots_N).tolist()
             row_starts.append(len(ids))
             context_lens.append(end)
+            prompts.append(max(0, min(end, self._requests[row].prompt_len) - start))
         ids_T, positions_T, slots_T = np.array((ids, positions, slots), np.int64)
         longest = -(-max(context_lens) // size)
         return Batch(
@@ -153,6 +154,7 @@ class States:
             context_lens=tuple(context_lens),
             block_table_RB=torch.from_numpy(self._blocks[[span.row for span in spans], :longest]),
             logits_at_S=None if len(logits_at) == len(ids) else torch.tensor(logits_at, dtype=torch.int64),
+            prompts=tuple(prompts),
         )
 
 

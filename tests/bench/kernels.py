@@ -141,6 +141,7 @@ class Model:
             torch.full((rows,), context, dtype=torch.int32),
         )
         out = torch.empty(tokens, VOCABULARY)
+        prompts = torch.full((rows,), new if new > 1 else 0, dtype=torch.int32)
         step = c.StepOfC(
             tokens=tokens,
             rows=rows,
@@ -157,8 +158,9 @@ class Model:
             kv_heads=KV_HEADS,
             head_size=SIZE,
             output=out.data_ptr(),
+            prompts=prompts.data_ptr(),
         )
-        arrays = (table, positions, slots, ids, starts, contexts, out)
+        arrays = (table, positions, slots, ids, starts, contexts, out, prompts)
 
         def run() -> None:
             assert arrays[0].numel() == rows * width  # they live as long as this does

@@ -56,15 +56,31 @@ def run_rows(
     buffers: Sequence[c.Buffer],
     width: int,
     threads: int = 2,
+    prompts: Sequence[tuple[int, int]] = (),
 ) -> torch.Tensor:
-    """Runs them after x was taken to buffer 0. [T, width] of the output, which is NaN before."""
+    """Runs them after x was taken to buffer 0. [T, width] of the output, which is NaN before.
+
+    `prompts`: of each row of the step, tokens of its prompt and others behind them; none: no token is of a prompt.
+    """
     out = torch.full((len(x_TI), width), torch.nan)
     program = c.CompiledProgram(library, instructions, buffers)
-    program.run(pool(library, threads), c.StepOfC(tokens=len(x_TI), input=x_TI.data_ptr(), output=out.data_ptr()))
+    step = c.StepOfC(tokens=len(x_TI), input=x_TI.data_ptr(), output=out.data_ptr())
+    starts = torch.tensor([0, *(prompt + others for prompt, others in prompts)], dtype=torch.int32).cumsum(0).int()
+    of_prompts = torch.tensor([prompt for prompt, _ in prompts], dtype=torch.int32)
+    if prompts:
+        assert starts[-1] == len(x_TI)
+        step.rows, step.row_starts, step.prompts = len(prompts), starts.data_ptr(), of_prompts.data_ptr()
+    program.run(pool(library, threads), step)
     return out
 
 
-def product(library: c.Library, weight: c.PackedWeight, x_TI: torch.Tensor, threads: int = 2) -> torch.Tensor:
+def product(
+    library: c.Library,
+    weight: c.PackedWeight,
+    x_TI: torch.Tensor,
+    threads: int = 2,
+    prompts: Sequence[tuple[int, int]] = (),
+) -> torch.Tensor:
     """x times the weight; x is rounded first where the weight is quantized."""
     outputs, inputs = weight.shape
     rounded = weight.inputs is not c.Inputs.FLOATS
@@ -76,7 +92,7 @@ def product(library: c.Library, weight: c.PackedWeight, x_TI: torch.Tensor, thre
         ),
     ]
     buffers = [c.Buffer(inputs, c.Inputs.FLOATS), c.Buffer(inputs, weight.inputs)]
-    return run_rows(library, x_TI.contiguous(), lines, buffers, outputs, threads)
+    return run_rows(library, x_TI.contiguous(), lines, buffers, outputs, threads, prompts)
 
 
 def largest_product(library: c.Library, weight: c.PackedWeight, x_TI: torch.Tensor, threads: int = 2) -> torch.Tensor:

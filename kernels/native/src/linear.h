@@ -3,9 +3,12 @@
 // Sums run along K in one order whatever the number of rows: a row's result is the same to the last
 // bit in every batch.
 #pragma once
+#include <vector>
+
 #include "select.h"
 #include "tiles_float.h"
 #include "tiles_integer.h"
+#include "tiles_matrix.h"
 #include "tiles_words.h"
 
 // y[r, 0 .. C * W) of M rows from `row` on.
@@ -13,11 +16,11 @@ template <Kind kind, int M, int C>
 INLINE void tile(const Weight& weight, size_t size, const uint8_t* data, const void* x, int64_t row, const float* bias, float* y, size_t stride, const uint8_t* later) {
     const int K = weight.K;
 #if VECTORS
-    if constexpr (inputs_of(kind) == BYTES) {
+    if constexpr (arithmetic_of(kind) == BYTES) {
         const Quantized& in = *(const Quantized*)x;
         const float* scale = in.scale + row * (K / GROUP) * 2;
         bytes_tile<kind, KEPT, M, C>(data, size, (const int8_t*)in.q + row * K, scale, K / GROUP, K, false, in.unit + row, bias, y, stride, later);
-    } else if constexpr (inputs_of(kind) == WORDS) {
+    } else if constexpr (arithmetic_of(kind) == WORDS) {
         const Quantized& in = *(const Quantized*)x;
         words_tile<M, C>(data, size, (const int16_t*)in.q + row * K, in.scale + row, K, bias, y, stride, later);
     } else {
@@ -157,27 +160,58 @@ static void linear_item(const Weight& weight, const void* x, int64_t row, int64_
 }
 
 INLINE int64_t row_items(int64_t N) { return (N + W * COLUMN_BLOCKS - 1) / (W * COLUMN_BLOCKS); }
-INLINE int64_t linear_items(const Weight& weight, int64_t T) { return row_items(weight.N) * ((T + ROWS - 1) / ROWS); }
+
+// Rows that an item has: all of prompts, or none.
+struct RowsOfItem {
+    int64_t row, end;
+    bool prompt;
+};
+// Rows [row, end) as items have them, added to a list. Those of prompts end where tiles do.
+static void cut_rows(int64_t row, int64_t end, bool prompt, std::vector<RowsOfItem>& to) {
+    while (row < end) {
+        const int64_t next = std::min<int64_t>(end, (prompt ? row / SIDE * SIDE : row) + ROWS);
+        to.push_back({row, next, prompt});
+        row = next;
+    }
+}
 
 struct LinearItem {
     int64_t row, end, block;
+    bool prompt;
 };
 // Items are counted from the end: threads take the last one first, and so read the weight from its beginning.
-INLINE LinearItem item_of(const Weight& weight, int64_t T, int64_t item) {
-    item = linear_items(weight, T) - 1 - item;
-    const int64_t across = row_items(weight.N), row = item / across * ROWS;
-    return {row, std::min<int64_t>(T, row + ROWS), item % across * COLUMN_BLOCKS};
+INLINE LinearItem item_of(const Weight& weight, const std::vector<RowsOfItem>& rows, int64_t item) {
+    const int64_t across = row_items(weight.N);
+    item = across * int64_t(rows.size()) - 1 - item;
+    const RowsOfItem& of = rows[item / across];
+    return {of.row, of.end, item % across * COLUMN_BLOCKS, of.prompt};
+}
+
+// One item by tiles.
+static void linear_by_tiles(const Weight& weight, const Quantized& x, const LinearItem& item, float* y, size_t stride, const Later& later) {
+#if MATRIX
+    const auto [row, end, block, prompt] = item;
+    const int64_t last = std::min<int64_t>(weight.blocks(), block + COLUMN_BLOCKS);
+    const auto ahead = [&](int64_t from, int64_t count) { return later_than(weight, from, count, later); };
+    switch (weight.kind) {
+        case Q8: return matrix_blocks<Q8>(weight, x, row, end, block, last, y, stride, ahead);
+        case Q4: return matrix_blocks<Q4>(weight, x, row, end, block, last, y, stride, ahead);
+        default: return matrix_blocks<PAIRS>(weight, x, row, end, block, last, y, stride, ahead);
+    }
+#endif
 }
 
 // One item. y begins at column 0 of row 0.
 static void linear(const Weight& weight, const void* x, const LinearItem& item, float* y, size_t stride, const Later& later) {
-    const auto [row, end, block] = item;
+    const auto [row, end, block, prompt] = item;
+    if (MATRIX && (prompt || weight.kind == PAIRS)) return linear_by_tiles(weight, *(const Quantized*)x, item, y, stride, later);
     switch (weight.kind) {
         case F32: return linear_item<F32>(weight, x, row, end, block, y, stride, later);
         case F16: return linear_item<F16>(weight, x, row, end, block, y, stride, later);
         case BF16: return linear_item<BF16>(weight, x, row, end, block, y, stride, later);
         case Q8: return linear_item<Q8>(weight, x, row, end, block, y, stride, later);
         case Q4: return linear_item<Q4>(weight, x, row, end, block, y, stride, later);
+        case PAIRS: return;  // where there are tiles only
     }
 }
 

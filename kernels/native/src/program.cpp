@@ -24,6 +24,8 @@ struct Spent {
 extern "C" {
 int triptych_width() { return W; }
 int triptych_inputs(int kind) { return inputs_of(Kind(kind)); }
+// The kind as which a weight of K inputs is kept.
+int triptych_kept_as(int kind, int64_t K) { return kept_as(Kind(kind), K); }
 // Whether attention serves heads of this size.
 int triptych_serves(int head_size) { return Program::serves(head_size); }
 
@@ -41,6 +43,7 @@ void triptych_pages_free(void* at) { std::free(at); }
 int64_t triptych_packed_bytes(int kind, int64_t N, int64_t K) { return (N + W - 1) / W * int64_t(block_bytes(Kind(kind), K)); }
 void triptych_pack_plain(int kind, const void* from, int64_t N, int64_t K, void* to) {
     if (kind == F32) pack_plain((const uint32_t*)from, N, K, (uint32_t*)to);
+    else if (kind == PAIRS) pack_pairs((const uint16_t*)from, N, K, (uint16_t*)to);
     else pack_plain((const uint16_t*)from, N, K, (uint16_t*)to);
 }
 void triptych_pack_groups(int kind, const uint8_t* u, const uint16_t* d, const uint16_t* m, int64_t N, int64_t K, uint8_t* to) {
@@ -66,7 +69,10 @@ void triptych_times(const Program* program, double* seconds) { program->spent(se
 // y = x times a weight that is kept in floats, and its bias: x [rows, K], y [rows, N].
 void triptych_product(Pool* pool, const Weight* weight, const float* x, int64_t rows, float* y) {
     const Spent spent{pool};
-    each_row(pool, rows ? linear_items(*weight, rows) : 0, [=](int64_t item) { linear(*weight, x, item_of(*weight, rows, item), y, weight->N, {0, nullptr, 0}); });
+    std::vector<RowsOfItem> cut;
+    cut_rows(0, rows, false, cut);
+    const int64_t items = row_items(weight->N) * int64_t(cut.size());
+    each_row(pool, items, [=, &cut](int64_t item) { linear(*weight, x, item_of(*weight, cut, item), y, weight->N, {0, nullptr, 0}); });
 }
 
 // The largest of each row of logits [rows, V], a row `stride` floats behind the other: its number. A NaN is the largest.

@@ -33,7 +33,7 @@ struct Instruction {
 
 struct Buffer {
     int32_t width;      // floats per token
-    int32_t inputs;     // Inputs: floats, or quantized to bytes or words
+    int32_t inputs;     // Inputs: floats, or what they are rounded to
 };
 
 struct Step {
@@ -50,6 +50,7 @@ struct Step {
     const float* input;        // [tokens, width] of buffer 0, where a program begins with floats
     float* output;             // [tokens, width of the last value]
     Media media;
+    const int32_t* prompts;    // [rows]: how many tokens of a row, its first ones here, are of its prompt; null: none
 };
 
 constexpr int FEW = 64;                       // tokens of a step whose time is that of reading weights, in part
@@ -98,6 +99,7 @@ class Program {
             const Rows rows = {step.rows, step.table_width, step.row_starts, step.contexts, step.blocks};
             plan.make(rows, step.block_size, step.kv_heads, attention_->heads / step.kv_heads, step.head_size, pool.threads());
         }
+        cut();
         prepare(pool.threads());
         while (int(scratch_.size()) < pool.threads()) scratch_.emplace_back(new Scratch);
         times_.resize(profiled_ ? phases_.size() : 0);
@@ -140,13 +142,20 @@ class Program {
         }
     }
 
+    size_t bytes_of_token(size_t buffer) const {
+        const Buffer& b = buffers_[buffer];
+        if (b.inputs == FLOATS) return 4 * strides_[buffer];
+        const size_t bytes = 2 * b.width + b.width / 4 + 8, shorts = 2 * shorts_of_row(Inputs(b.inputs), b.width);
+        return b.inputs == SPLIT ? shorts : b.inputs == MIXED ? bytes + shorts : bytes;
+    }
+
     bool grow(int tokens) {
-        tokens = std::max(tokens, 2 * capacity_);
+        tokens = (std::max(tokens, 2 * capacity_) + SIDE - 1) / SIDE * SIDE;  // a tile reads all its rows
         capacity_ = 0;
         std::vector<size_t> starts;
         size_t total = 0;
         for (const Buffer& b : buffers_) {
-            const size_t bytes = b.inputs == FLOATS ? size_t(tokens) * 4 * strides_[starts.size()] : size_t(tokens) * (2 * b.width + b.width / 4 + 8);
+            const size_t bytes = size_t(tokens) * bytes_of_token(starts.size());
             starts.push_back(total);
             total += (bytes + 256 + 63) / 64 * 64;
         }
@@ -157,6 +166,8 @@ class Program {
             memory_[at] = quantized_[at].q = block_ + starts[at];
             quantized_[at].scale = (float*)(block_ + starts[at] + size_t(tokens) * 2 * buffers_[at].width);
             quantized_[at].unit = quantized_[at].scale + size_t(tokens) * (buffers_[at].width / GROUP * 2);
+            const bool split = buffers_[at].inputs == SPLIT;  // that has no bytes; tiles begin with a cache line
+            quantized_[at].shorts = (uint16_t*)(split ? memory_[at] : quantized_[at].unit + (tokens + 15) / 16 * 16);
         }
         capacity_ = tokens;
         return true;
@@ -186,9 +197,27 @@ class Program {
         }
     }
 
+    // Tokens of prompts, and others.
+    void cut() {
+        rows_.clear(), mixed_.clear(), kinds_.clear();
+        cut_rows(0, step_.tokens, false, rows_);
+        if (!step_.prompts) return cut_rows(0, step_.tokens, false, mixed_);
+        kinds_.assign(step_.tokens, 0);
+        for (int row = 0; row < step_.rows; row++)
+            std::fill_n(kinds_.begin() + step_.row_starts[row], step_.prompts[row], 1);
+        for (int token = 0, next; token < step_.tokens; token = next) {
+            for (next = token + 1; next < step_.tokens && kinds_[next] == kinds_[token];) next++;
+            cut_rows(token, next, kinds_[token], mixed_);
+        }
+    }
+    bool of_prompt(int64_t token) const { return !kinds_.empty() && kinds_[token]; }
+    const std::vector<RowsOfItem>& rows_of(const Instruction& product) const {
+        return product.x.buffer >= 0 && buffers_[product.x.buffer].inputs == MIXED ? mixed_ : rows_;
+    }
+
     int64_t items(const Phase& phase) {
         const Instruction& i = list_[phase.first];
-        if (is_product(i)) return linear_items(*(const Weight*)i.weight, step_.tokens);
+        if (is_product(i)) return row_items(((const Weight*)i.weight)->N) * int64_t(rows_of(i).size());
         if (i.op == ATTENTION) return int64_t(plan(i.window)->tiles.size());
         return (step_.tokens + tokens_ - 1) / tokens_;
     }
@@ -205,7 +234,7 @@ class Program {
         if (is_product(i)) {
             const void* x = buffers_[i.x.buffer].inputs != FLOATS ? (const void*)&quantized_[i.x.buffer] : at(i.x, 0);
             const Weight& weight = *(const Weight*)i.weight;
-            const LinearItem part = item_of(weight, step_.tokens, item);
+            const LinearItem part = item_of(weight, rows_of(i), item);
             if (i.op == LINEAR) return linear(weight, x, part, at(i.y, 0), stride(i.y), later_[number]);
             return linear_largest(weight, x, part, at(i.y, 0), stride(i.y), later_[number]);
         }
@@ -286,7 +315,9 @@ class Program {
         const Quantized& to = quantized_[i.quantized];
         const int width = buffers_[i.quantized].width;
         const float* from = at(i.op == QUANTIZE ? i.x : i.y, token);
-        if (buffers_[i.quantized].inputs == BYTES)
+        const Inputs inputs = Inputs(buffers_[i.quantized].inputs);
+        if (inputs == SPLIT || (inputs == MIXED && of_prompt(token))) quantize_shorts(from, width, inputs == SPLIT, to.shorts, token);
+        else if (inputs != WORDS)
             quantize_bytes(from, width, (int8_t*)to.q + token * width, to.scale + token * (width / GROUP) * 2, to.unit + token);
         else quantize_words(from, width, (int16_t*)to.q + token * width, to.scale + token);
     }
@@ -313,6 +344,8 @@ class Program {
     // 16 rows with 3,072 outputs took up to twice as long where they lay in one. What a product reads has no gaps.
     std::vector<int64_t> strides_;
     std::vector<Quantized> quantized_;
+    std::vector<RowsOfItem> rows_, mixed_;  // of products: of all tokens alike, and of tokens of prompts and others apart
+    std::vector<uint8_t> kinds_;            // of a step with prompts: 1 for their tokens
     std::vector<Plan> plans_;  // of attention, by window
     std::vector<PhaseOfPool> run_;
     std::vector<Later> later_;

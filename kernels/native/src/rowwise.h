@@ -58,7 +58,11 @@ INLINE int32_t bytes_of_group(const float* x, float inverse, int8_t* q) {
         n[v] = nearest(load<F>(x + v * W) * inverse);
         totals += n[v];
     }
-#if defined(__AVX2__) && !defined(__AVX512BW__)
+#if MATRIX  // even ones first (formats.h)
+    const __m512i evens = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30), one = _mm512_set1_epi32(1);
+    store(q, _mm512_maskz_cvtepi32_epi8(EVERY, _mm512_permutex2var_epi32((__m512i)n[0], evens, (__m512i)n[1])));
+    store(q + W, _mm512_maskz_cvtepi32_epi8(EVERY, _mm512_permutex2var_epi32((__m512i)n[0], _mm512_or_si512(evens, one), (__m512i)n[1])));
+#elif defined(__AVX2__) && !defined(__AVX512BW__)
     const __m256i low = _mm256_packs_epi32((__m256i)n[0], (__m256i)n[1]);
     const __m256i high = _mm256_packs_epi32((__m256i)n[2], (__m256i)n[3]);
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
@@ -123,6 +127,19 @@ static void quantize_words(const float* x, int K, int16_t* q, float* scale) {
     const float most = largest_of(largest), inverse = most > 0 ? 32767.0f / most : 0.0f;
     for (int i = 0; i < K; i += W) store(q + i, __builtin_convertvector(nearest(load<F>(x + i) * inverse), Half));
     *scale = most / 32767.0f;
+}
+
+// One row as bfloat16, to nearest, in its place among left tiles; and where it is asked for what that leaves.
+static void quantize_shorts(const float* x, int K, bool split, uint16_t* q, int64_t row) {
+#if MATRIX
+    const int64_t of_row = split ? 2 * K : K;
+    for (int i = 0; i < K; i += W) {
+        const F v = load<F>(x + i);
+        uint16_t* to = q + short_at(row, i, of_row);
+        store(to, _mm512_cvtneps_pbh((__m512)v));
+        if (split) store(to + SIDE * K, _mm512_cvtneps_pbh((__m512)(v - from_bfloat(to))));
+    }
+#endif
 }
 
 // x scaled to a mean square of 1, times the weight. `added` is added to x before, where it is not null.

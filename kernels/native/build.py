@@ -85,7 +85,7 @@ def levels(told: str | None = None) -> tuple[Level, ...]:
 def _ask_for_tiles() -> bool:
     """Asks the system to let this process use the matrix unit, whose registers are off until then."""
     arch_prctl, request, tiles = 158, 0x1023, 18
-    return ctypes.CDLL(None).syscall(arch_prctl, request, tiles) == 0
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request, tiles) == 0)
 
 
 def cache_folder() -> Path:

@@ -208,8 +208,8 @@ class PackedWeight:
             pointers = (numbers.data_ptr(), scale.data_ptr(), minimum.data_ptr())
             library.calls.triptych_pack_groups(self.kind, *pointers, outputs, inputs, data)
         else:
-            plain = weight_OI.contiguous()
-            library.calls.triptych_pack_plain(self.kind, plain.data_ptr(), outputs, inputs, data)
+            values = weight_OI.contiguous()
+            library.calls.triptych_pack_plain(self.kind, values.data_ptr(), outputs, inputs, data)
         self._bias = None
         if bias_O is not None:
             self._bias = torch.zeros(self.padded_outputs)

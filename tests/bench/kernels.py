@@ -90,11 +90,15 @@ class Model:
         self.lines.append(instruction(op, **fields))
 
     def product(self, label: str, packed: c.PackedWeight, x: c.View, y: c.View) -> None:
-        """x is rounded first where the weight is quantized."""
+        """x is rounded first where the weight is quantized: by what makes it, if that goes token by token."""
         if packed.inputs is not c.Inputs.FLOATS:
             self.buffers.append(c.Buffer(x.width, packed.inputs))
-            self.add("rounding", Op.QUANTIZE, x=x, quantized=len(self.buffers) - 1)
-            x = self.view(len(self.buffers) - 1)
+            rounded = len(self.buffers) - 1
+            if self.lines[-1].op == Op.ATTENTION:
+                self.add("rounding", Op.QUANTIZE, x=x, quantized=rounded)
+            else:
+                self.lines[-1].quantized = rounded
+            x = self.view(rounded)
         self.add(label, Op.LINEAR, x=x, y=y, weight=self.keep(packed).address)
 
     def norms(self, op: Op, **fields: object) -> c.View:

@@ -201,6 +201,19 @@ static void linear_by_tiles(const Weight& weight, const Quantized& x, const Line
 #endif
 }
 
+// Whether gates and what they let through can be multiplied side by side.
+INLINE bool can_be_gated(const Weight& weight) { return MATRIX && (weight.kind == Q8 || weight.kind == Q4 || weight.kind == PAIRS) && weight.N % (W * COLUMN_BLOCKS) == 0; }
+// One item of such a product and of the gate behind it: half its columns, and what belongs to them in the other half.
+static void linear_gated(const Weight& weight, const Quantized& x, const LinearItem& item, uint16_t* to) {
+#if MATRIX
+    for (int64_t block = item.block / 2, end = block + COLUMN_BLOCKS / 2; block < end; block++) switch (weight.kind) {
+        case Q8: matrix_gated<Q8>(weight, x, item.row, item.end, block, to); break;
+        case Q4: matrix_gated<Q4>(weight, x, item.row, item.end, block, to); break;
+        default: matrix_gated<PAIRS>(weight, x, item.row, item.end, block, to);
+    }
+#endif
+}
+
 // One item. y begins at column 0 of row 0.
 static void linear(const Weight& weight, const void* x, const LinearItem& item, float* y, size_t stride, const Later& later) {
     const auto [row, end, block, prompt] = item;

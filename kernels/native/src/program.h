@@ -81,6 +81,13 @@ class Program {
                 if (!plan(each.window)) plans_.emplace_back(), plans_.back().window = each.window;
             }
         }
+        for (size_t at = 0; at + 1 < list_.size(); at++) {
+            const Instruction &product = list_[at], &gate = list_[at + 1];
+            const bool follows = product.op == LINEAR && gate.op == SILU_MUL && gate.x.buffer == product.y.buffer && gate.quantized >= 0;
+            const bool prompts = follows && product.x.buffer >= 0 && buffers_[product.x.buffer].inputs == MIXED && buffers_[gate.quantized].inputs == MIXED;
+            gates_.push_back(prompts && can_be_gated(*(const Weight*)product.weight) ? gate.quantized : -1);
+        }
+        gates_.push_back(-1);
         group(false);
     }
     Program(const Program&) = delete;
@@ -235,6 +242,8 @@ class Program {
             const void* x = buffers_[i.x.buffer].inputs != FLOATS ? (const void*)&quantized_[i.x.buffer] : at(i.x, 0);
             const Weight& weight = *(const Weight*)i.weight;
             const LinearItem part = item_of(weight, rows_of(i), item);
+            if (part.prompt && gates_[phase.first] >= 0)
+                return linear_gated(weight, *(const Quantized*)x, part, quantized_[gates_[phase.first]].shorts);
             if (i.op == LINEAR) return linear(weight, x, part, at(i.y, 0), stride(i.y), later_[number]);
             return linear_largest(weight, x, part, at(i.y, 0), stride(i.y), later_[number]);
         }
@@ -244,7 +253,8 @@ class Program {
         }
         const int64_t end = std::min<int64_t>(step_.tokens, int64_t(item + 1) * tokens_);
         for (int64_t token = int64_t(item) * tokens_; token < end; token++)
-            for (int at = phase.first; at < phase.end; at++) one_token(list_[at], token);
+            for (int at = phase.first; at < phase.end; at++)
+                if (at == 0 || gates_[at - 1] < 0 || !of_prompt(token)) one_token(list_[at], token);  // else it is done
     }
 
     template <class T>
@@ -346,6 +356,7 @@ class Program {
     std::vector<Quantized> quantized_;
     std::vector<RowsOfItem> rows_, mixed_;  // of products: of all tokens alike, and of tokens of prompts and others apart
     std::vector<uint8_t> kinds_;            // of a step with prompts: 1 for their tokens
+    std::vector<int32_t> gates_;            // of each instruction: where a product of prompts puts what the gate behind it makes of it, or -1
     std::vector<Plan> plans_;  // of attention, by window
     std::vector<PhaseOfPool> run_;
     std::vector<Later> later_;

@@ -195,13 +195,14 @@ static void rope_head(float* x, const float* cos, const float* sin, int half) {
     }
 }
 
+INLINE F silu(F x) {
+    const F least = splat(-87.0f);
+    const F e = exponential(greater(least, -greater(least, x)));  // of -x, as far as it matters
+    return x / (e + 1.0f);
+}
 // silu(gate) * up of [2, F].
 static void silu_mul_row(const float* x, int width, float* y) {
     int i = 0;
-    for (; i + W <= width; i += W) {
-        const F gate = load<F>(x + i), up = load<F>(x + width + i), least = splat(-87.0f);
-        const F e = exponential(greater(least, -greater(least, gate)));  // of -gate, as far as it matters
-        store(y + i, gate / (e + 1.0f) * up);
-    }
+    for (; i + W <= width; i += W) store(y + i, silu(load<F>(x + i)) * load<F>(x + width + i));
     for (; i < width; i++) y[i] = x[i] / (1.0f + std::exp(-x[i])) * x[width + i];
 }

@@ -4,7 +4,7 @@
 //
 // A sum runs along K in one order whatever the rows and the parts: between two parts it waits in memory as it is.
 #pragma once
-#include "formats.h"
+#include "rowwise.h"
 
 #if MATRIX
 
@@ -132,52 +132,76 @@ INLINE void multiply_part(const uint16_t* x, size_t x_rows, int64_t rest, const 
 constexpr int MOST_SPREAD = 6;  // groups that are spread at once: measured, 9 and more take up to half as long again
 constexpr int MOST_ROWS = 256;  // of an item
 
-// C column blocks from `block` on, rows [row, end), by whole tiles of rows. y begins at the block's first column of row 0.
-template <Kind kind, int C>
-static __attribute__((noinline)) void matrix_columns(const Weight& weight, const Quantized& x, int64_t row, int64_t end, int64_t block, float* y, size_t stride, const uint8_t* later) {
+// Which column blocks a thread multiplies together: `block`, and where there are two the one `apart` behind it.
+struct Columns {
+    int64_t block, apart;
+};
+
+// Rows [row, end), by whole tiles of rows. Rows of sums [C][16] are given to finish(row, sums), but where `direct`(row)
+// says that y takes two tiles of them from there on as they are.
+template <Kind kind, int C, class Direct, class Finish>
+INLINE void multiply_columns(const Weight& weight, const Quantized& x, int64_t row, int64_t end, Columns columns, float* y, size_t stride, const uint8_t* later, const Direct& direct, const Finish& finish) {
     constexpr bool spreads = kind != PAIRS;
     constexpr int64_t WIDTH = SIDE * C;
     alignas(64) uint8_t spread[spreads ? C * MOST_SPREAD * TILE : 1];
     alignas(64) float sums[(MOST_ROWS + 2 * SIDE) * WIDTH];  // what is not complete, or not all wanted
     const int groups = weight.K / DEPTH, parts = spreads ? (groups + MOST_SPREAD - 1) / MOST_SPREAD : 1;
-    const size_t size = block_bytes(kind, weight.K), tiles_of_row = SIDE * shorts_of_row(kind == PAIRS ? SPLIT : MIXED, weight.K);
-    const uint8_t* data = weight.data + block * size;
+    const size_t apart = columns.apart * block_bytes(kind, weight.K), of_tile = SIDE * shorts_of_row(kind == PAIRS ? SPLIT : MIXED, weight.K);
+    const uint8_t* data = weight.data + columns.block * block_bytes(kind, weight.K);
     const int64_t rest = kind == PAIRS ? SIDE * weight.K : 0, begin = row / SIDE * SIDE;
-    const bool direct = !weight.bias && (block + C) * W <= weight.N;
-    const auto inside = [=](int64_t at) { return direct && at >= row && at + 2 * SIDE <= end; };  // then y holds it in the end
     for (int p = 0; p < parts; p++) {
         const int first = groups * p / parts, count = groups * (p + 1) / parts - first;
         const uint8_t* right = data + first * TILE;
-        size_t right_block = size;
+        size_t right_apart = apart;
         if constexpr (spreads) {
             constexpr size_t bytes = group_bytes(kind);
-            right = spread, right_block = count * TILE;
+            right = spread, right_apart = count * TILE;
             for (int g = 0; g < count; g++) {
                 if (later) fetch_lines<C * bytes>(later + (first + g) * C * bytes);
                 UNROLL
-                for (int c = 0; c < C; c++) spread_group<kind>(data + c * size + (first + g) * bytes, spread + (c * count + g) * TILE);
+                for (int c = 0; c < C; c++) spread_group<kind>(data + c * apart + (first + g) * bytes, spread + (c * count + g) * TILE);
             }
         }
         for (int64_t at = begin; at < end; at += 2 * SIDE) {
-            const uint16_t* from = x.shorts + at / SIDE * tiles_of_row + first * (TILE / 2);
+            const uint16_t* from = x.shorts + at / SIDE * of_tile + first * (TILE / 2);
             float* mine = sums + (at - begin) * WIDTH;
             const float* before = p > 0 ? mine : nullptr;
-            const bool done = p + 1 == parts && inside(at);
+            const bool done = p + 1 == parts && direct(at);
             float* to = done ? y + at * stride : mine;
             const size_t to_stride = done ? stride : WIDTH;
-            if (end - at > SIDE) multiply_part<2, C>(from, tiles_of_row, rest, right, right_block, count, before, WIDTH, to, to_stride);
-            else multiply_part<1, C>(from, tiles_of_row, rest, right, right_block, count, before, WIDTH, to, to_stride);
+            if (end - at > SIDE) multiply_part<2, C>(from, of_tile, rest, right, right_apart, count, before, WIDTH, to, to_stride);
+            else multiply_part<1, C>(from, of_tile, rest, right, right_apart, count, before, WIDTH, to, to_stride);
         }
     }
-    for (int64_t at = row; at < end; at++) {
-        if (inside((at - begin) / (2 * SIDE) * (2 * SIDE) + begin)) continue;
+    for (int64_t at = row; at < end; at++)
+        if (!direct((at - begin) / (2 * SIDE) * (2 * SIDE) + begin)) finish(at, sums + (at - begin) * WIDTH);
+}
+
+// C column blocks from `block` on. y begins at the block's first column of row 0.
+template <Kind kind, int C>
+static __attribute__((noinline)) void matrix_columns(const Weight& weight, const Quantized& x, int64_t row, int64_t end, int64_t block, float* y, size_t stride, const uint8_t* later) {
+    const bool as_it_is = !weight.bias && (block + C) * W <= weight.N;
+    const auto direct = [=](int64_t at) { return as_it_is && at >= row && at + 2 * SIDE <= end; };
+    multiply_columns<kind, C>(weight, x, row, end, {block, 1}, y, stride, later, direct, [&](int64_t at, const float* sums) {
         for (int c = 0; c < C; c++) {
             const int64_t first = (block + c) * W, columns = std::min<int64_t>(W, weight.N - first);
             const F bias = weight.bias ? load<F>(weight.bias + first) : F{};
             const __mmask16 kept = __mmask16((1u << columns) - 1);
-            _mm512_mask_storeu_ps(y + at * stride + c * W, kept, (__m512)(load<F>(sums + (at - begin) * WIDTH + c * SIDE) + bias));
+            _mm512_mask_storeu_ps(y + at * stride + c * W, kept, (__m512)(load<F>(sums + c * SIDE) + bias));
         }
-    }
+    });
+}
+
+// Where the outputs are gates and, behind them, what they let through: silu(gate) * up as the next product reads it.
+template <Kind kind>
+static __attribute__((noinline)) void matrix_gated(const Weight& weight, const Quantized& x, int64_t row, int64_t end, int64_t block, uint16_t* to) {
+    const int64_t gates = weight.N / 2, column = block * W;
+    const F bias = weight.bias ? load<F>(weight.bias + column) : F{}, bias_up = weight.bias ? load<F>(weight.bias + gates + column) : F{};
+    const auto nothing = [](int64_t) { return false; };
+    multiply_columns<kind, 2>(weight, x, row, end, {block, gates / W}, nullptr, 0, nullptr, nothing, [&](int64_t at, const float* sums) {
+        const F gated = silu(load<F>(sums) + bias) * (load<F>(sums + SIDE) + bias_up);
+        store(to + short_at(at, column, gates), _mm512_cvtneps_pbh((__m512)gated));
+    });
 }
 
 template <Kind kind, class Later>

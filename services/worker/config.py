@@ -62,7 +62,9 @@ class WorkerSettings(Settings):
     )
     pin: bool = knob(False, "each thread of the native kernels keeps to a core of its own")
     nice: int = knob(0, "niceness of the threads that run a step; under 0 needs a privilege", ge=-20, le=19)
-    deterministic: bool = knob(False, "equal tokens whatever runs beside a request, for some speed")
+    deterministic: bool = knob(
+        False, "equal tokens whatever runs beside a request and whatever was cached, for some speed"
+    )
     kv_cache_dtype: Literal["auto", "float16", "float32", "int8", "bfloat16", "fp8"] = knob(
         "auto",
         "type of keys and values in the cache; auto is float16 with native kernels (float32 on the exact path), with"

@@ -39,9 +39,10 @@ from tests.bench.rounded import ROUNDED, rounded
 from tests.e2e.oracle import english_text
 from tests.worker.flat import Sequences
 
-MODES: dict[str, dict[str, str]] = {
+MODES: dict[str, dict[str, Any]] = {
     "float32": {"ops": "torch", "dtype": "float32"},
     "own": {"ops": "native"},
+    "own-generated": {"ops": "native", "deterministic": True},
     "float16": {"ops": "native", "dtype": "float16"},
     "bfloat16": {"ops": "native", "dtype": "bfloat16"},
     "int8": {"ops": "native", "dtype": "float32", "quantize": "int8"},
@@ -51,6 +52,7 @@ MODES: dict[str, dict[str, str]] = {
 }
 """Arguments of load_model. "own" is what the file has: GGUF's blocks, or the type of safetensors.
 
+Texts count as prompts; "own-generated" is what generated tokens cost, where the machine multiplies the two otherwise.
 gpu-int8, gpu-fp8 and gpu-int4 are `--quantize` of Triton kernels, with products by their references (rounded.py);
 their bytes are those of products.
 """
@@ -142,7 +144,7 @@ def _compare(candidates: Sequence[_Candidate], window: list[int]) -> None:
     following = torch.tensor(window[1:])
     exact: torch.Tensor | None = None
     for candidate in candidates:
-        run = Sequences(candidate.model, [window])
+        run = Sequences(candidate.model, [window], prompts=[len(window)])
         run.step([(0, len(window))])
         logs = run.all_logits(0)[:-1].log_softmax(-1)
         exact = logs if exact is None else exact
@@ -169,7 +171,7 @@ def _common(wanted: list[int], given: list[int]) -> int:
 @torch.inference_mode()
 def _answer(model: Decoder, prompts: list[list[int]], count: int) -> list[list[int]]:
     """`count` greedy tokens after each prompt; an end of the text does not end them."""
-    run = Sequences(model, [prompt + [0] * count for prompt in prompts])
+    run = Sequences(model, [prompt + [0] * count for prompt in prompts], prompts=list(map(len, prompts)))
     pieces = [(index, len(prompt)) for index, prompt in enumerate(prompts)]
     for _ in range(count):
         run.step(pieces)

@@ -15,11 +15,23 @@ BLOCK_SIZE = 16
 
 
 class Sequences:
-    """Token sequences that a model reads piece by piece; `logits[s]` grows by one row per token of sequence s."""
+    """Token sequences that a model reads piece by piece; `logits[s]` grows by one row per token of sequence s.
 
-    def __init__(self, model: Decoder, sequences: list[list[int]], *, spare_blocks: int = 2, seed: int = 0) -> None:
+    `prompts`: how many tokens of each are its prompt; the others count as generated. None: all do.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        sequences: list[list[int]],
+        *,
+        spare_blocks: int = 2,
+        seed: int = 0,
+        prompts: list[int] | None = None,
+    ) -> None:
         self.model = model
         self.sequences = sequences
+        self.prompts = prompts or [0] * len(sequences)
         self.read = [0] * len(sequences)
         self.logits: list[list[torch.Tensor]] = [[] for _ in sequences]
         needed = [-(-len(sequence) // BLOCK_SIZE) for sequence in sequences]
@@ -37,7 +49,7 @@ class Sequences:
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        starts, contexts, tables = [0], [], []
+        starts, contexts, tables, prompts = [0], [], [], []
         pieces = list(pieces)
         for index, count in pieces:
             begin = self.read[index]
@@ -48,6 +60,7 @@ class Sequences:
             slots += [table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(begin, end)]
             starts.append(len(ids))
             contexts.append(end)
+            prompts.append(max(0, min(end, self.prompts[index]) - begin))
             tables.append(table)
         width = max(map(len, tables))
         batch = Batch(
@@ -58,6 +71,7 @@ class Sequences:
             context_lens=tuple(contexts),
             block_table_RB=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
             logits_at_S=torch.arange(len(ids)),
+            prompts=tuple(prompts),
         )
         self.batch = batch
         logits = self.model.logits(self.model.forward(batch, self.cache)[batch.logits_at_S]).clone()

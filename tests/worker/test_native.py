@@ -94,6 +94,29 @@ def test_logits_of_whole_prompts_chunks_decodes_and_preempted_rows(pair, sequenc
     assert float((found - wanted).abs().mean()) < TOLERANCE[dtype][1]
 
 
+@pytest.mark.parametrize("pair", list(KINDS)[:1], indirect=True)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_token_is_of_a_prompt_or_generated_and_that_is_all_that_counts(pair, sequences, deterministic):
+    """Quantized weights, which some chips multiply otherwise by prompts."""
+    knobs = {"ops": "native", "dtype": "float32", "quantize": "int8", "deterministic": deterministic}
+    model, _ = load_model(pair[1], **knobs)
+    prompts = [20, 33, 1, 7, 0]
+    run = Sequences(model, sequences, seed=6, prompts=prompts)
+    run.step([(1, 20), (2, 1), (4, 1)])
+    run.step([(0, 13), (1, 13), (4, 1), (3, 40)])
+    while any(map(run.left, range(len(sequences)))):
+        run.step((index, min(run.left(index), 2 + index)) for index in range(5) if run.left(index))
+    whole = Sequences(model, sequences, seed=1, prompts=prompts)  # as after a preemption
+    whole.step((index, whole.left(index)) for index in range(len(sequences)))
+    for index in range(len(sequences)):
+        assert torch.equal(whole.all_logits(index), run.all_logits(index)), index
+    generated = Sequences(model, sequences)
+    generated.step((index, generated.left(index)) for index in range(len(sequences)))
+    tiles = model.ops.level == "amx" and not deterministic
+    assert torch.equal(generated.all_logits(4), whole.all_logits(4))
+    assert torch.equal(generated.all_logits(1), whole.all_logits(1)) != tiles
+
+
 def test_the_likeliest_without_logits_are_those_of_the_logits(pair, sequences):
     run = Sequences(native(pair[1]), sequences)
     run.step((index, run.left(index)) for index in range(len(sequences)))

@@ -43,14 +43,15 @@ def choose_ops(
     device: str = "cpu",
     deterministic: bool = False,
     quantize: str = "none",
-    kv_dtype: torch.dtype = torch.float16,
+    kv_dtype: torch.dtype | None = None,
     head_dim: int = 64,
     native: NativeOptions | None = None,
 ) -> Ops[Any]:
     """The ops of one run of the worker on a device.
 
     quantize is what triton ops round weights to as they are prepared; other ops are given what is quantized already.
-    kv_dtype is that of native ops: float16, float32 or int8. Raises ValueError for a choice that does not exist, and
+    kv_dtype is that of native ops: float16, float32, int8, and bfloat16 where there is a matrix unit; None is bfloat16
+    there and float16 elsewhere. Raises ValueError for a choice that does not exist, and
     Unavailable where "native", "triton" or an instruction set that is named cannot be had; "auto" is torch then, with a
     note that says why.
     """

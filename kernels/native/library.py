@@ -44,8 +44,9 @@ class Inputs(IntEnum):
 
 
 KINDS = {torch.float32: Kind.F32, torch.float16: Kind.F16, torch.bfloat16: Kind.BF16}
-CACHES = {torch.float16: 0, torch.float32: 1, torch.int8: 2}
-"""Types of a cache. One of bytes has a float per token and head behind them: what they are worth."""
+CACHES = {torch.float16: 0, torch.float32: 1, torch.int8: 2, torch.bfloat16: 3}
+"""Types of a cache. One of bytes has a float per token and head behind them: what they are worth. bfloat16 is for
+builds that multiply matrices (`Library.caches`)."""
 _SCALE = 4
 VECTOR = 16
 """Floats of the widest vector: a bias fills whole ones."""
@@ -237,8 +238,11 @@ class CompiledProgram:
         library: Library,
         instructions: Sequence[Instruction],
         buffers: Sequence[Buffer],
-        cache_dtype: torch.dtype = torch.float16,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
+        cache_dtype = cache_dtype or library.cache_dtype
+        if cache_dtype not in library.caches:
+            raise ValueError(f"a cache of {cache_dtype} is not served")
         list_of_c = (Instruction * len(instructions))(*instructions)
         buffers_of_c = (Buffer * max(1, len(buffers)))(*buffers)
         self._calls = library.calls
@@ -291,6 +295,10 @@ class Library:
             functions[name].restype, functions[name].argtypes = result, arguments
         self.calls = SimpleNamespace(**functions)
         self.width: int = self.calls.triptych_width()
+        short: int = self.calls.triptych_cache()
+        self.cache_dtype = next(dtype for dtype, kind in CACHES.items() if kind == short)
+        """Of keys and values, where nobody asks for another one."""
+        self.caches = frozenset(CACHES) - ({torch.bfloat16} - {self.cache_dtype})
 
     def inputs_of(self, kind: Kind) -> Inputs:
         """What a product with a weight of this kind reads."""
@@ -330,6 +338,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "triptych_inputs": (c_int, (c_int,)),
     "triptych_kept_as": (c_int, (c_int, c_int64)),
     "triptych_serves": (c_int, (c_int,)),
+    "triptych_cache": (c_int, ()),
     "triptych_row_items": (c_int64, (c_int64,)),
     "triptych_pool": (c_void_p, (c_int, c_int)),
     "triptych_pool_free": (None, (c_void_p,)),

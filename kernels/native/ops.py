@@ -30,7 +30,7 @@ class NativeOptions:
 
 
 def native_ops(
-    options: NativeOptions, kv_dtype: torch.dtype, head_dim: int, *, deterministic: bool = False
+    options: NativeOptions, kv_dtype: torch.dtype | None, head_dim: int, *, deterministic: bool = False
 ) -> Ops[Symbol]:
     """The table; all that is prepared with it runs on one pool of threads. Raises Unavailable.
 
@@ -39,6 +39,9 @@ def native_ops(
     library = load(options.isa)
     if not library.serves(head_dim):
         raise Unavailable(f"native attention does not do heads of {head_dim}")
+    kv_dtype = kv_dtype or library.cache_dtype
+    if kv_dtype not in library.caches:
+        raise Unavailable(f"native attention at level {library.level} has no cache of {str(kv_dtype).split('.')[-1]}")
     pool = Pool(library, options.threads, round(options.spin_us * 1000 / _TURN_NS))
     if options.pin:
         pool.pin()

@@ -201,7 +201,7 @@ class Listing:
         return Listing(tuple(recorder.lines), tuple(buffers), places)
 
     def compile(self, library: c.Library, cache_dtype: torch.dtype) -> c.CompiledProgram:
-        """The same for C; `cache_dtype` is float16 or float32."""
+        """The same for C; `cache_dtype` is one of its caches."""
         instructions = [
             c.Instruction(
                 line.op,

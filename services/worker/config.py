@@ -67,8 +67,9 @@ class WorkerSettings(Settings):
     )
     kv_cache_dtype: Literal["auto", "float16", "float32", "int8", "bfloat16", "fp8"] = knob(
         "auto",
-        "type of keys and values in the cache; auto is float16 with native kernels (float32 on the exact path), with"
-        " others the model's own; float16 and float32: native and Triton; int8: native; bfloat16 and fp8: Triton",
+        "type of keys and values in the cache; auto is float16 with native kernels, bfloat16 at level amx (float32 on"
+        " the exact path), with others the model's own; float16 and float32: native and Triton; bfloat16: Triton, and"
+        " native at level amx; int8: native; fp8: Triton",
     )
     kv_cache_bytes: int | None = knob(None, "bytes of the KV cache; unset takes kv_cache_fraction", gt=0)
     kv_cache_fraction: float | None = knob(

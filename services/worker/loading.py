@@ -51,7 +51,7 @@ KV_DTYPES = {
 }
 """Types of the KV cache, by the names of the setting."""
 _KV_DTYPES_OF = {
-    "native": ("auto", "float16", "float32", "int8"),
+    "native": ("auto", "float16", "float32", "bfloat16", "int8"),
     "triton": ("auto", "float16", "float32", "bfloat16", "fp8"),
 }
 """Which of them ops have; every other op keeps the model's own type."""
@@ -204,11 +204,11 @@ def _kv_group(model: Decoder) -> KvGroup:
     return KvGroup(model.config.num_layers, model.kv_layout.bytes_per_token, window)
 
 
-def _kv_dtype(dtype: str | None, quantize: str, config: ModelConfig, source: TensorSource) -> torch.dtype:
-    """16 bits, except beside weights that are float32: what is asked to be exact, and is stored so."""
+def _kv_dtype(dtype: str | None, quantize: str, config: ModelConfig, source: TensorSource) -> torch.dtype | None:
+    """None, the ops' own, except beside weights that are float32: what is asked to be exact, and is stored so."""
     stored = config.dtype if isinstance(source, SafetensorsFolder) else "float16"
     wanted = stored if dtype in (None, "auto") else dtype
-    return torch.float32 if wanted == "float32" and quantize == "none" else torch.float16
+    return torch.float32 if wanted == "float32" and quantize == "none" else None
 
 
 def _checked(ops: Ops[Any], quantize: str, kv_cache_dtype: str) -> Ops[Any]:

@@ -75,7 +75,7 @@ class Model:
         self.product("head", head, self.x, c.View(OUTPUT, 0, VOCABULARY))
         program = c.CompiledProgram(library, self.lines, self.buffers)
         self.program, self.address = program, program._address
-        shape = KvLayout(LAYERS, KV_HEADS, SIZE, torch.float16, lambda tokens, heads, size: (heads, tokens, size))
+        shape = KvLayout(LAYERS, KV_HEADS, SIZE, library.cache_dtype, lambda tokens, heads, size: (heads, tokens, size))
         self.cache = KVCache(shape, CacheShape(BLOCKS, BLOCK, 64, 4096, 512), torch.device("cpu")).tensor
 
     def view(self, buffer: int) -> c.View:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import tempfile
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from tests.kernels.paged import Case
 EMULATED = {"emulated avx512": (), "emulated avx512-vnni": ("-DEMULATE_VNNI",)}
 """Levels that AVX2 stands in for."""
 LEVELS = (*CHOICES[1:], *(pytest.param(level, marks=pytest.mark.slow) for level in EMULATED))
+HALVES = "amx with halves"
+"""The level that has a cache of bfloat16 of its own, with one of float16."""
 NONE = c.View(-1, 0, 0)
 
 
@@ -25,6 +28,10 @@ NONE = c.View(-1, 0, 0)
 def load(level: str) -> c.Library:
     """The library of a level. Skips a test where this machine cannot run it."""
     try:
+        if level == HALVES:
+            library = copy.copy(c.load("amx"))
+            library.cache_dtype = torch.float16
+            return library
         return _emulated(level) if level in EMULATED else c.load(level)
     except Unavailable as error:
         pytest.skip(str(error))
@@ -109,8 +116,9 @@ def largest_product(library: c.Library, weight: c.PackedWeight, x_TI: torch.Tens
     return run_rows(library, x_TI.contiguous(), lines, buffers, 2, threads)
 
 
-def written(library: c.Library, case: Case, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    """A native cache full of NaN, to which the case's keys and values were written."""
+def written(library: c.Library, case: Case, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A native cache full of NaN, to which the case's keys and values were written; dtype None: the build's own."""
+    dtype = dtype or library.cache_dtype
     blocks, size, kv_heads, width = case.k_cache.shape
     numbers = (1, 2, blocks, kv_heads, size, c.kv_width(dtype, width))
     nothing = -1 if dtype is torch.int8 else torch.nan  # bytes of -1 are the scale NaN

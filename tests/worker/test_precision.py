@@ -242,7 +242,7 @@ def test_what_is_not_built_is_refused_by_its_name(tmp_path, knob, value):
     ("knob", "value", "wanted"),
     [
         ("quantize", "fp8", "the triton kernels: torch"),
-        ("kv_cache_dtype", "bfloat16", "the triton kernels: torch"),
+        ("kv_cache_dtype", "bfloat16", "the native or triton kernels: torch"),
         ("kv_cache_dtype", "int8", "the native kernels: torch"),
         ("kv_cache_dtype", "float16", "the native or triton kernels: torch"),
     ],

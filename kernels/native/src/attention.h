@@ -4,54 +4,29 @@
 // al., 2022), and every 256 the sums begin anew and are folded together (plan.h). A value is read for the tokens
 // that see it only: a NaN reaches none before it.
 #pragma once
-#include "sums.h"
+#include "item.h"
 
 constexpr int BITE = 12 << 10;  // bytes of keys, or of values
 
 // One tile at work.
 template <class T>
-struct Attention {
+struct Attention : Item {
     const Cache<T>& cache;
-    Plan& plan;
-    const Tile& tile;
     const Tile* next;  // what this thread does then, if it is known
-    Scratch& s;
-    const int A = cache.A, span = A + 16;  // span: from a query to the next
-    const Group& group = plan.group(tile, 0);
-    const int window = plan.window, tokens = group.count, heads = group.heads;
-    const int lanes = tile.lanes;             // heads of keys side by side: queries of the first come first
-    const int start = group.start;            // position of the first query
-    const bool shared = tile.groups > lanes;  // then every query sees every key
-    const int low = std::max(group.low, tile.from), to = tile.to;
     static constexpr const T* const* NONE = nullptr;  // no units that will be read next
-    int rows = 0, lane_rows = 0;  // of all lanes, and of each
-    int segment = 0;              // where the present one begins
 
-    // Keys that a token of the group sees, counted from `base`, at most `size`.
-    int sees_from(int token, int base) const { return window > 0 ? std::max(0, start + token - window + 1 - base) : 0; }
-    int sees_to(int token, int base, int size) const {
-        return shared ? size : std::min(size, start + token + 1 - base);
-    }
-    // Whether every query sees all of a unit.
-    bool whole(int at) const { return sees_from(tokens - 1, at) == 0 && sees_to(0, at, UNIT) == UNIT; }
-
-    // run(flat token, query head) for every query, in the order of the tile's rows.
-    template <class Run>
-    void each_query(const Group& g, int G, const Run& run) const {
-        for (int token = 0; token < g.count; token++)
-            for (int head = 0; head < g.heads; head++) run(g.token + token, g.kv_head * G + g.head + head);
-    }
+    Attention(const Cache<T>& cache, Plan& plan, const Tile& tile, const Tile* next, Scratch& s)
+        : Item(plan, tile, s, cache.A), cache(cache), next(next) {}
 
     void begin(const float* q, size_t stride, int G, float scale) {
         scale *= 1.44269504088896341f;  // of e: weights are powers of two
-        rows = 0;
+        int row = 0;
         for (int at = 0; at < tile.groups; at++)
             each_query(plan.group(tile, at), G, [&](int token, int head) {
                 const float* from = q + size_t(token) * stride + size_t(head) * A;
-                for (int d = 0; d < A; d += W) store(s.q + rows * span + d, load<F>(from + d) * scale);
-                rows++;
+                for (int d = 0; d < A; d += W) store(s.q + row * span + d, load<F>(from + d) * scale);
+                row++;
             });
-        lane_rows = rows / lanes;
     }
 
     void clear(State& sums) const {
@@ -77,7 +52,6 @@ struct Attention {
         for (int t = std::max(0, low - position); t < UNIT && position + t < to; t++) copy(into, position + t, t);
         return into;
     }
-    const Group& of_lane(int lane) const { return plan.group(tile, lane); }
 
     // Finds the units of a segment, and those of the chunk after it.
     void find_units() const {
@@ -279,8 +253,8 @@ struct Attention {
             const int first = std::max(chunk, at / UNIT * UNIT), last = std::min(stop, chunk + CHUNK);
             const int count = (last - first + UNIT - 1) / UNIT, begin = first - chunk, size = begin + count * UNIT;
             int from = first, end = first + count * UNIT;  // of the units that are seen whole
-            while (from < end && !whole(from)) from += UNIT;
-            while (end > from && !whole(end - UNIT)) end -= UNIT;
+            while (from < end && !whole(from, UNIT)) from += UNIT;
+            while (end > from && !whole(end - UNIT, UNIT)) end -= UNIT;
             if (Cache<T>::SCALED) scale_chunk(chunk, begin, size);
             for (int unit = first, next; unit < last; unit = next) {
                 next = std::min(first + count * UNIT, unit + bite() * UNIT);
@@ -308,66 +282,14 @@ struct Attention {
         }
     }
 
-    static void give(float* to, const float* out, const float* total, int A) {
-        const float inverse = 1.0f / sum(load<F>(total));
-        for (int d = 0; d < A; d += W) store(to + d, load<F>(out + d) * inverse);
-    }
-
-    Sums part(const Group& g, int segment, int query) const {
-        float* at = plan.part(g, segment, query, A);
-        return {at, at + A, at + A + W};
-    }
-    // The sums of a segment, for whoever comes last.
-    void keep(const State& sums, int segment) const {
-        for (int at = 0, r = 0; at < tile.groups; at++) {
-            const Group& g = plan.group(tile, at);
-            for (int query = 0; query < g.queries(); query++, r++) {
-                const Sums to = part(g, segment, query);
-                std::memcpy(to.out, sums.out + r * span, sizeof(float) * A);
-                store(to.total, load<F>(sums.total + r * W));
-                *to.largest = sums.largest[r];
-            }
-        }
-    }
-    // Folds the segments of groups whose last one this tile did.
-    void join(int segments, float* y, size_t stride, int G) const {
-        for (int at = 0; at < tile.groups; at++) {
-            Group& g = plan.group(tile, at);
-            if (__atomic_sub_fetch(&g.left, segments, __ATOMIC_ACQ_REL)) continue;
-            g.left = g.parts;  // for the next layer
-            int query = 0;
-            each_query(g, G, [&](int token, int head) {
-                const Sums sums = part(g, g.low / SEGMENT, query);
-                for (int at = 1; at < g.parts; at++) fold(sums, part(g, g.low / SEGMENT + at, query), A);
-                give(y + size_t(token) * stride + size_t(head) * A, sums.out, sums.total, A);
-                query++;
-            });
-        }
-    }
-
     void run(const float* q, size_t q_stride, float scale, float* y, size_t y_stride, int G) {
         begin(q, q_stride, G, scale);
-        State *now = &s.states[0], *all = &s.states[1];
         fetch(first_of(tile));
         s.fetched = nullptr;
-        for (int at = low; at < to;) {
-            const int stop = std::min(to, (at / SEGMENT + 1) * SEGMENT);
-            segment = at / SEGMENT * SEGMENT;
+        each_segment(y, y_stride, G, [this](State& sums, int at, int stop) {
             find_units();
-            clear(*now);
-            sum_segment(*now, at, stop);
-            if (group.parts) keep(*now, at / SEGMENT);
-            else if (at == low) std::swap(now, all);
-            else
-                for (int r = 0; r < rows; r++) fold(all->of(r, span), now->of(r, span), A);
-            at = stop;
-        }
-        if (group.parts) return join((to - 1) / SEGMENT - low / SEGMENT + 1, y, y_stride, G);
-        int r = 0;
-        for (int at = 0; at < tile.groups; at++)
-            each_query(plan.group(tile, at), G, [&](int token, int head) {
-                give(y + size_t(token) * y_stride + size_t(head) * A, all->out + r * span, all->total + r * W, A);
-                r++;
-            });
+            clear(sums);
+            sum_segment(sums, at, stop);
+        });
     }
 };

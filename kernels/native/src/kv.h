@@ -9,13 +9,22 @@
 //
 // as floats, halves, or bytes. Behind the bytes of either stand P floats: what each token's bytes are worth.
 // U = 16 where P is a multiple of it, else 1.
+//
+// Or in pairs of bfloat16, so that 16 rows of 64 bytes are a right tile of the matrix unit:
+//
+//     keys     two values of a key side by side    [P / U, A / 2, U, 2]
+//     values   those of two tokens side by side    [P / 2, A, 2]; [P, A] where U = 1
 #pragma once
 #include "rowwise.h"
 
 constexpr int UNIT = 16;  // keys that are read at once
 constexpr int MOST_HEAD = 256;
 
-enum CacheKind : int32_t { HALVES = 0, WHOLE = 1, INTEGERS = 2 };  // floats of 2 or 4 bytes, or bytes
+enum CacheKind : int32_t { HALVES = 0, WHOLE = 1, INTEGERS = 2, PAIRED = 3 };  // floats of 2 or 4 bytes, bytes, pairs
+
+struct Bfloat {  // a number of a pair
+    uint16_t bits;
+};
 
 template <class T>
 struct Cache {
@@ -79,3 +88,30 @@ static void write_kv(const Cache<T>& cache, int64_t slot, int head, const float*
         narrow(values + d, Cache<T>::SCALED ? y * by_v : y);
     }
 }
+
+#if defined(__AVX512BF16__)
+INLINE __m256i to_bfloats(F v) { return (__m256i)_mm512_cvtneps_pbh((__m512)v); }
+INLINE __m512i to_bfloats(F low, F high) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
+
+// Others may write the other halves of the values' pairs at the same time: nothing but this token's is touched.
+static void write_kv(const Cache<Bfloat>& cache, int64_t slot, int head, const float* k, const float* v) {
+    const int64_t block = slot / cache.P;
+    const int offset = int(slot % cache.P), U = cache.U, odd = U == 1 ? 0 : offset % 2;
+    int32_t* keys = (int32_t*)cache.key_unit(block, head, offset) + offset % U;
+    uint16_t* values = (uint16_t*)cache.value_rows(block, head, offset - odd);
+    const __mmask32 mine = odd ? 0xaaaaaaaa : 0x55555555;
+    for (int d = 0; d < cache.A; d += W) {
+        const __m256i key = to_bfloats(load<F>(k + d)), value = to_bfloats(load<F>(v + d));
+        alignas(32) int32_t pairs[W / 2];
+        store(pairs, key);
+        UNROLL
+        for (int i = 0; i < W / 2; i++) keys[(d / 2 + i) * U] = pairs[i];
+        if (U == 1) {
+            store(values + d, value);
+            continue;
+        }
+        const __m512i wide = _mm512_maskz_cvtepu16_epi32(EVERY, value);
+        _mm512_mask_storeu_epi16(values + 2 * d, mine, odd ? _mm512_slli_epi32(wide, 16) : wide);
+    }
+}
+#endif

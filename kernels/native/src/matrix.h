@@ -32,6 +32,24 @@ INLINE void shape_tiles() {
     asm volatile("" : "+m"(shape));  // GCC 12 thinks that only its first word is read
     _tile_loadconfig(&shape);
 }
+
+// One tile, by its number: its rows lie `stride` bytes apart.
+template <int tile>
+INLINE void load_tile(const void* from, size_t stride) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(tile) : "memory");
+}
+template <int tile>
+INLINE void store_tile(void* to, size_t stride) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(tile) : "memory");
+}
+template <int tile>
+INLINE void clear_tile() {
+    asm volatile("tilezero %%tmm%c0" ::"i"(tile));
+}
+template <int sums, int left, int right>
+INLINE void multiply_tile() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(left), "i"(right));
+}
 #else
 INLINE void shape_tiles() {}
 #endif

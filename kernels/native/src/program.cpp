@@ -28,6 +28,8 @@ int triptych_inputs(int kind) { return inputs_of(Kind(kind)); }
 int triptych_kept_as(int kind, int64_t K) { return kept_as(Kind(kind), K); }
 // Whether attention serves heads of this size.
 int triptych_serves(int head_size) { return Program::serves(head_size); }
+// The kind of a cache whose numbers have two bytes that suits this build best.
+int triptych_cache() { return MATRIX ? PAIRED : HALVES; }
 
 // Items of a row of a product: so many pairs are what LINEAR_LARGEST writes of it.
 int64_t triptych_row_items(int64_t N) { return row_items(N); }

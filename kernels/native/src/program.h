@@ -6,7 +6,7 @@
 #pragma once
 #include <sys/mman.h>
 
-#include "attention.h"
+#include "attention_tiles.h"
 #include "linear.h"
 #include "matrix.h"
 #include "media.h"
@@ -248,6 +248,9 @@ class Program {
             return linear_largest(weight, x, part, at(i.y, 0), stride(i.y), later_[number]);
         }
         if (i.op == ATTENTION) {
+#if MATRIX
+            if (cache_kind_ == PAIRED) return attend<Bfloat>(i, item, scratch);
+#endif
             if (cache_kind_ == WHOLE) return attend<float>(i, item, scratch);
             return cache_kind_ == HALVES ? attend<uint16_t>(i, item, scratch) : attend<int8_t>(i, item, scratch);
         }
@@ -262,7 +265,7 @@ class Program {
         const Cache<T> layer = cache<T>(i.layer);
         Plan& plan = *this->plan(i.window);
         const Tile* tile = &plan.tiles[item];
-        Attention<T> attention{layer, plan, *tile, item > 0 ? tile - 1 : nullptr, scratch};
+        Attention<T> attention(layer, plan, *tile, item > 0 ? tile - 1 : nullptr, scratch);
         attention.run(at(i.x, 0), stride(i.x), i.number, at(i.y, 0), stride(i.y), i.heads / step_.kv_heads);
     }
 
@@ -293,6 +296,9 @@ class Program {
             case KV_WRITE:
                 if (cache_kind_ == WHOLE) write<float>(i, token);
                 else if (cache_kind_ == HALVES) write<uint16_t>(i, token);
+#if MATRIX
+                else if (cache_kind_ == PAIRED) write<Bfloat>(i, token);
+#endif
                 else write<int8_t>(i, token);
                 break;
             case LARGEST: put_largest(largest_of_row(at(i.x, token), i.x.width), at(i.y, token)); break;

@@ -2,6 +2,7 @@
 //
 // Scores are logarithms to base 2: weights are powers of two.
 #pragma once
+#include "matrix.h"
 #include "plan.h"
 
 struct Sums {  // of one query: its output, totals in so many lanes, and the largest score
@@ -10,7 +11,7 @@ struct Sums {  // of one query: its output, totals in so many lanes, and the lar
 
 // Sums of a tile's queries over one segment, or over several.
 struct State {
-    alignas(64) float out[QUERIES * (MOST_HEAD + 16)];
+    alignas(64) float out[(QUERIES + SIDE) * (MOST_HEAD + 16)];  // whole tiles are written
     alignas(64) float total[QUERIES * W];
     alignas(64) float largest[QUERIES + W];
     Sums of(int r, int span) { return {out + r * span, total + r * W, largest + r}; }
@@ -34,6 +35,17 @@ static __attribute__((noinline)) void fold(const Sums& to, const Sums& more, int
     *to.largest = most;
 }
 
+constexpr int SCORES = SEGMENT + 16;  // floats from a query's scores to the next one's
+
+struct MatrixScratch {  // of one thread, where attention multiplies tiles (attention_tiles.h)
+    alignas(64) uint16_t q[LANES * SIDE * MOST_HEAD];     // left tiles of queries
+    alignas(64) float scores[SIDE * SCORES];
+    alignas(64) uint16_t weights[SIDE * SEGMENT];         // left tiles, 32 keys each
+    alignas(64) uint16_t keys[SEGMENT * MOST_HEAD];       // what does not lie in the cache as tiles need it
+    alignas(64) uint16_t values[SEGMENT * MOST_HEAD];
+    alignas(64) float spare[SIDE * MOST_HEAD];            // sums of which not all rows are wanted
+};
+
 struct Scratch {  // of one thread
     // a query's row is 16 floats longer than a head: rows that lie a power of two apart fight for the same cache lines
     alignas(64) float q[QUERIES * (MOST_HEAD + 16)];
@@ -45,5 +57,8 @@ struct Scratch {  // of one thread
     State states[2];
     const void* units[LANES][(SEGMENT + CHUNK) / UNIT];  // of keys: a segment's, and those that follow it
     const void* fetched = nullptr;  // the first keys of the tile that was prepared for
+#if MATRIX
+    MatrixScratch matrix;
+#endif
     uint64_t shaped = 0;            // the run that this thread last shaped its tiles for
 };

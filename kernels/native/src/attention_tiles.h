@@ -22,6 +22,8 @@ INLINE F rough_power_of_two(F x) {
     return (F)_mm512_maskz_scalef_ps(kept, (__m512)p, (__m512)x);
 }
 
+constexpr int MOST_AHEAD = 32;    // units
+
 // Lines that are read later: some at a time.
 struct Cursor {
     const uint8_t* const* units;  // null: nothing is asked for
@@ -29,92 +31,102 @@ struct Cursor {
     INLINE_MEMBER void fetch(int unit, int from, int count) const {
         if (!units) return;
         const uint8_t* at = units[unit] + from * LINE;
-        for (int line = 0; line < count; line++) __builtin_prefetch(at + line * LINE, 0, 3);
+        for (int line = 0; line < count; line++) ::fetch(at + line * LINE);
     }
     INLINE_MEMBER void fetch(int unit) const { fetch(unit, 0, lines); }
 };
 
-// One unit of keys against 16 queries whose tiles are in registers 4 to 7, as far as they fit. `last`: where the keys'
-// last tile begins; it overlaps the one before it where heads are an odd multiple of 16, and half of its queries are 0.
-template <int sums, int STEPS>
-INLINE void score_unit(const uint16_t* q, const uint16_t* keys, int steps, int last, float* to) {
-    clear_tile<sums>();
-    if constexpr (STEPS == 0) {
-        for (int step = 0; step < steps; step++) {
-            load_tile<4>(q + step * (TILE / 2), LINE);
-            load_tile<2>(keys + std::min(step * (TILE / 2), last), LINE);
-            multiply_tile<sums, 4, 2>();
-        }
-    } else {
-        constexpr auto of = [](int step) { return step * (TILE / 2); };
-        load_tile<2>(keys + (STEPS == 1 ? last : 0), LINE);
-        multiply_tile<sums, 4, 2>();
-        if constexpr (STEPS > 1) load_tile<3>(keys + (STEPS == 2 ? last : of(1)), LINE), multiply_tile<sums, 5, 3>();
-        if constexpr (STEPS > 2) load_tile<2>(keys + (STEPS == 3 ? last : of(2)), LINE), multiply_tile<sums, 6, 2>();
-        if constexpr (STEPS > 3) load_tile<3>(keys + last, LINE), multiply_tile<sums, 7, 3>();
-    }
-    store_tile<sums>(to, SCORES * sizeof(float));
-}
-
+// Scores of units [first, end) with 16 queries, in registers 4 to 7: sums may stay in the others meanwhile. Queries of
+// heads of at most 64 stay in registers. A last tile of keys overlaps the one before it where heads are an odd multiple
+// of 16, and half of its queries are 0.
 template <int STEPS>
 static void score_units(const uint16_t* q, const uint16_t* const* keys, const Cursor& ahead, int first, int end, int A, float* scores) {
     const int steps = (A + DEPTH - 1) / DEPTH, last = std::max(0, A - DEPTH) * UNIT;
     if constexpr (STEPS > 0) load_tile<4>(q, LINE);
     if constexpr (STEPS > 1) load_tile<5>(q + TILE / 2, LINE);
-    if constexpr (STEPS > 2) load_tile<6>(q + 2 * (TILE / 2), LINE);
-    if constexpr (STEPS > 3) load_tile<7>(q + 3 * (TILE / 2), LINE);
     for (int unit = first; unit < end; unit++) {
-        ahead.fetch(unit - first);
-        if (unit % 2) score_unit<1, STEPS>(q, keys[unit], steps, last, scores + unit * UNIT);
-        else score_unit<0, STEPS>(q, keys[unit], steps, last, scores + unit * UNIT);
+        const uint16_t* from = keys[unit];
+        clear_tile<6>();
+        ahead.fetch(unit);
+        if constexpr (STEPS == 0) {
+            for (int step = 0; step < steps; step++) {
+                load_tile<4>(q + step * (TILE / 2), LINE);
+                load_tile<7>(from + std::min(step * (TILE / 2), last), LINE);
+                multiply_tile<6, 4, 7>();
+            }
+        } else {
+            load_tile<7>(from + (STEPS == 1 ? last : 0), LINE);
+            multiply_tile<6, 4, 7>();
+            if constexpr (STEPS > 1) load_tile<7>(from + last, LINE), multiply_tile<6, 5, 7>();
+        }
+        store_tile<6>(scores + unit * UNIT, SCORES * sizeof(float));
     }
 }
 
-// to[r, 16 c] = sum over steps [first, end) of the weights of 32 keys times their values, for C tiles of columns.
-template <int C>
-INLINE void sum_columns(const uint16_t* weights, const uint16_t* const* values, const Cursor& ahead, int first, int end, int A, int column, float* to, int span) {
-    const size_t stride = size_t(4) * A;
-    const int half = ahead.lines / 2;
-    clear_tile<0>();
-    if constexpr (C > 1) clear_tile<1>();
-    if constexpr (C > 2) clear_tile<2>();
-    if constexpr (C > 3) clear_tile<3>();
-    for (int step = first; step < end; step++) {
-        const uint16_t* from = values[step] + 2 * column;
-        const int unit = 2 * (step - first);
-        load_tile<4>(weights + step * (TILE / 2), LINE);
-        load_tile<5>(from, stride);
-        if constexpr (C == 4) ahead.fetch(unit, 0, half);
-        else ahead.fetch(unit), ahead.fetch(unit + 1);
-        multiply_tile<0, 4, 5>();
-        if constexpr (C > 1) load_tile<6>(from + 2 * SIDE, stride);
-        if constexpr (C == 4) ahead.fetch(unit, half, half);
-        if constexpr (C > 1) multiply_tile<1, 4, 6>();
-        if constexpr (C > 2) load_tile<7>(from + 4 * SIDE, stride);
-        if constexpr (C == 4) ahead.fetch(unit + 1, 0, half);
-        if constexpr (C > 2) multiply_tile<2, 4, 7>();
-        if constexpr (C == 4) {
-            load_tile<5>(from + 6 * SIDE, stride);
-            ahead.fetch(unit + 1, half, half);
-            multiply_tile<3, 4, 5>();
+// A sum over the segment's weights times values, whose steps may be done some at a time: it stays in registers 0 to 3.
+struct ValueSums {
+    const uint16_t *weights, *const *values;
+    int first, end;  // steps of 32 keys
+    int A;
+    float* to;
+    int span;
+    Cursor ahead;
+    int done = 0;
+
+    static constexpr int WIDE = 4 * SIDE;  // columns at once
+    int work() const { return (A + WIDE - 1) / WIDE * (end - first); }
+
+    // As much as makes `until` of `work` done.
+    void sum(int until) {
+        while (done < until) {
+            const int column = done / (end - first) * WIDE, step = first + done % (end - first);
+            const int last = std::min(end, step + until - done);
+            done += last - step;
+            switch (std::min(4, (A - column) / SIDE)) {
+                case 4: columns<4>(column, step, last); break;
+                case 3: columns<3>(column, step, last); break;
+                case 2: columns<2>(column, step, last); break;
+                case 1: columns<1>(column, step, last); break;
+            }
         }
     }
-    const size_t row = span * sizeof(float);
-    store_tile<0>(to + column, row);
-    if constexpr (C > 1) store_tile<1>(to + column + SIDE, row);
-    if constexpr (C > 2) store_tile<2>(to + column + 2 * SIDE, row);
-    if constexpr (C > 3) store_tile<3>(to + column + 3 * SIDE, row);
-}
-static void sum_values(const uint16_t* weights, const uint16_t* const* values, Cursor ahead, int first, int end, int A, float* to, int span) {
-    int column = 0;
-    for (; column + 4 * SIDE <= A; column += 4 * SIDE, ahead.units = nullptr)
-        sum_columns<4>(weights, values, ahead, first, end, A, column, to, span);
-    switch ((A - column) / SIDE) {
-        case 3: return sum_columns<3>(weights, values, ahead, first, end, A, column, to, span);
-        case 2: return sum_columns<2>(weights, values, ahead, first, end, A, column, to, span);
-        case 1: return sum_columns<1>(weights, values, ahead, first, end, A, column, to, span);
+
+  private:
+    // to[r, 16 c] = sum over steps [step, last) for C tiles of columns.
+    template <int C>
+    INLINE_MEMBER void columns(int column, int step, int last) const {
+        const size_t stride = size_t(4) * A;
+        const int half = column == 0 ? ahead.lines / 2 : 0;
+        if (step == first) {
+            clear_tile<0>();
+            if constexpr (C > 1) clear_tile<1>();
+            if constexpr (C > 2) clear_tile<2>();
+            if constexpr (C > 3) clear_tile<3>();
+        }
+        for (; step < last; step++) {
+            const uint16_t* from = values[step] + 2 * column;
+            load_tile<4>(weights + step * (TILE / 2), LINE);
+            load_tile<5>(from, stride);
+            ahead.fetch(2 * step, 0, half);
+            multiply_tile<0, 4, 5>();
+            if constexpr (C > 1) load_tile<6>(from + 2 * SIDE, stride);
+            ahead.fetch(2 * step, half, half);
+            if constexpr (C > 1) multiply_tile<1, 4, 6>();
+            if constexpr (C > 2) load_tile<7>(from + 4 * SIDE, stride);
+            ahead.fetch(2 * step + 1, 0, half);
+            if constexpr (C > 2) multiply_tile<2, 4, 7>();
+            if constexpr (C > 3) load_tile<5>(from + 6 * SIDE, stride);
+            ahead.fetch(2 * step + 1, half, half);
+            if constexpr (C > 3) multiply_tile<3, 4, 5>();
+        }
+        if (last < end) return;
+        const size_t row = span * sizeof(float);
+        store_tile<0>(to + column, row);
+        if constexpr (C > 1) store_tile<1>(to + column + SIDE, row);
+        if constexpr (C > 2) store_tile<2>(to + column + 2 * SIDE, row);
+        if constexpr (C > 3) store_tile<3>(to + column + 3 * SIDE, row);
     }
-}
+};
 
 template <>
 struct Attention<Bfloat> : Item {
@@ -127,7 +139,7 @@ struct Attention<Bfloat> : Item {
     const bool keys_direct = paired && A >= DEPTH;
     int begin = 0, stop = 0;                           // of the segment's keys that are read
     const uint16_t *keys[SEGMENT / UNIT], *values[SEGMENT / KEYS];
-    const uint8_t* sequence[3 * SEGMENT / UNIT + 2];   // units in the order in which they are read
+    const uint8_t* sequence[LANES * 2 * SEGMENT / UNIT + MOST_AHEAD + 2];
 
     Attention(const Cache<Bfloat>& cache, Plan& plan, const Tile& tile, const Tile* next, Scratch& s)
         : Item(plan, tile, s, cache.A), cache(cache), next(next), m(s.matrix) {}
@@ -213,114 +225,157 @@ struct Attention<Bfloat> : Item {
         return hidden;
     }
 
-    // ---- what will be read: after a lane's keys its values, then the next one's keys ----
+    // ---- units in the order in which they are read: of each segment and lane the keys, then the values ----
 
-    int units_ahead() const { return std::min(SEGMENT / UNIT, std::max(2, AHEAD / int(UNIT * A * sizeof(Bfloat)))); }
+    int units_ahead() const { return std::min(MOST_AHEAD, std::max(2, AHEAD / int(UNIT * A * sizeof(Bfloat)))); }
     int first_of(const Tile& t) const { return std::max(plan.group(t, 0).low, t.from) / UNIT * UNIT; }
-    const uint8_t** keys_from(const Group& g, int at, int end, const uint8_t** to) const {
-        for (int left = units_ahead(); left > 0 && at < end; left--, at += UNIT) *to++ = (const uint8_t*)key_unit(g, at);
+    // Those of a tile from `at` on, up to `end`.
+    const uint8_t** list_units(const Tile& t, int at, const uint8_t** to, const uint8_t** end) const {
+        const Group& g = plan.group(t, 0);
+        const int64_t next_head = cache.head_at(0, 1) * sizeof(Bfloat), values_at = (const char*)cache.values - (const char*)cache.keys;
+        while (at < t.to && to < end) {
+            const int stop = std::min(t.to, (at / SEGMENT + 1) * SEGMENT), count = (stop - at + UNIT - 1) / UNIT;
+            const uint8_t* units[SEGMENT / UNIT];
+            for (int unit = 0; unit < count; unit++) units[unit] = (const uint8_t*)key_unit(g, at + unit * UNIT);
+            for (int part = 0; part < 2 * t.lanes; part++)
+                for (int unit = 0; unit < count && to < end; unit++) *to++ = units[unit] + part / 2 * next_head + part % 2 * values_at;
+            at = stop;
+        }
         return to;
     }
-    Cursor find_sequence(int lane) {
-        if (!keys_direct) return {nullptr, 0};
-        const uint8_t** to = sequence;
-        const int64_t values_at = (const char*)cache.values - (const char*)cache.keys;
-        for (int unit = (begin - segment) / UNIT; segment + unit * UNIT < stop; unit++) *to++ = (const uint8_t*)keys[unit];
-        const int count = int(to - sequence);
-        for (int unit = 0; unit < count; unit++) *to++ = sequence[unit] + values_at;
-        const uint8_t** behind = to;
-        if (lane + 1 < lanes) to = keys_from(of_lane(lane + 1), begin / UNIT * UNIT, stop, to);
-        else if (stop < this->to) to = keys_from(group, stop, this->to, to);
-        else if (next) {
-            to = keys_from(plan.group(*next, 0), first_of(*next), next->to, to);
-            s.fetched = *behind;
+    // Those of a segment, and some that follow.
+    void list_segment() {
+        if (!keys_direct) return;
+        const uint8_t **end = sequence + lanes * 2 * units() + units_ahead() + 2, **to = list_units(tile, begin / UNIT * UNIT, sequence, end);
+        if (next && to < end) {
+            const uint8_t** first = to;
+            to = list_units(*next, first_of(*next), to, end);
+            s.fetched = *first;
         }
-        while (to < sequence + 2 * count + units_ahead() + 2) *to = to[-1], to++;
-        return {sequence + units_ahead(), A / 2};
+        for (; to < end; to++) *to = to[-1];
     }
-    // What nobody asked for in time: the first keys of a tile.
+    // What nobody asked for in time: the first ones of a tile.
     void fetch_first() {
         if (!keys_direct) return;
-        const uint8_t* first[SEGMENT / UNIT];
-        const uint8_t** end = keys_from(group, low / UNIT * UNIT, to, first);
-        if (s.fetched == first[0]) return;
-        for (const uint8_t** unit = first; unit < end; unit++) Cursor{unit, A / 2}.fetch(0);
+        const uint8_t **end = list_units(tile, low / UNIT * UNIT, sequence, sequence + units_ahead());
+        if (s.fetched == sequence[0]) return;
+        for (const uint8_t** unit = sequence; unit < end; unit++) Cursor{unit, A / 2}.fetch(0);
     }
+    int units() const { return (stop - begin / UNIT * UNIT + UNIT - 1) / UNIT; }  // of the segment
 
-    void score(const uint16_t* q, const Cursor& ahead) const {
-        const int first = (begin - segment) / UNIT, end = (stop - segment + UNIT - 1) / UNIT;
+    // Of a lane's queries in a tile, units [first, end) of keys.
+    void score(int lane, int at, const Cursor& ahead, int first, int end) const {
+        const uint16_t* q = m.q + (lane * tiles + at) * steps * (TILE / 2);
+        float* scores = m.scores[at % 2];
         switch (steps) {
-            case 1: return score_units<1>(q, keys, ahead, first, end, A, m.scores);
-            case 2: return score_units<2>(q, keys, ahead, first, end, A, m.scores);
-            case 3: return score_units<3>(q, keys, ahead, first, end, A, m.scores);
-            case 4: return score_units<4>(q, keys, ahead, first, end, A, m.scores);
+            case 1: return score_units<1>(q, keys, ahead, first, end, A, scores);
+            case 2: return score_units<2>(q, keys, ahead, first, end, A, scores);
         }
-        score_units<0>(q, keys, ahead, first, end, A, m.scores);
+        score_units<0>(q, keys, ahead, first, end, A, scores);
     }
 
-    // Scores of queries `row` to `end` of a lane become weights. A total is that of the rounded weights, as these are
-    // what values are multiplied by: then the parts of a sum are 1 together.
-    void soften(State& sums, int lane, int row, int end) const {
-        const __m512 nothing = _mm512_set1_ps(-INFINITY);
+    // Scores of R queries of a lane, from `row` on, become weights, all of them step by step: a row by itself is a chain.
+    // A total is that of the rounded weights, as these are what values are multiplied by: then the parts of a sum are 1
+    // together.
+    template <int R>
+    void soften(State& sums, int lane, int row) const {
         const int first_step = (begin - segment) / KEYS, end_step = (stop - segment + KEYS - 1) / KEYS;
-        for (int r = 0; r < end - row; r++) {
-            const int token = shared ? 0 : (row + r) / heads, size = stop - segment;
-            const int from = std::max(begin - segment, sees_from(token, segment)), last = sees_to(token, segment, size);
-            const int seen = from < last ? from / KEYS : end_step, seen_end = from < last ? (last + KEYS - 1) / KEYS : end_step;
-            float* scores = m.scores + r * SCORES;
-            uint16_t* weights = m.weights + r * DEPTH;
-            for (int step = first_step; step < seen; step++) store(weights + step * (TILE / 2), __m512i{});
-            for (int step = seen_end; step < end_step; step++) store(weights + step * (TILE / 2), __m512i{});
-            const auto hide = [&](int step, uint32_t lanes) {
-                _mm512_mask_storeu_ps(scores + step * KEYS, __mmask16(lanes), nothing);
-                _mm512_mask_storeu_ps(scores + step * KEYS + W, __mmask16(lanes >> 16), nothing);
-            };
-            if (from < last && from % KEYS) hide(seen, (1u << from % KEYS) - 1);
-            if (from < last && last % KEYS) hide(seen_end - 1, ~0u << last % KEYS);
-            F most = splat(-INFINITY);
-            for (int t = seen * KEYS; t < seen_end * KEYS; t += W) most = greater(load<F>(scores + t), most);
-            const float largest = across(most, [](F a, F b) { return greater(a, b); });
-            // nothing is seen: no weight to any key
-            const F shift = splat(largest == -INFINITY ? 0.0f : largest);
-            __m512 total = _mm512_setzero_ps();
-            const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
-            for (int step = seen; step < seen_end; step++) {
-                const F low = rough_power_of_two(load<F>(scores + step * KEYS) - shift);
-                const F high = rough_power_of_two(load<F>(scores + step * KEYS + W) - shift);
+        float* scores = m.scores[row / SIDE % 2] + row % SIDE * SCORES;
+        uint16_t* weights = m.weights[row / SIDE % 2] + row % SIDE * DEPTH;
+        // keys that the first and the last query see: those between see no more
+        const int token = shared ? 0 : row / heads, last_token = shared ? 0 : (row + R - 1) / heads, size = stop - segment;
+        const int from = std::max(begin - segment, sees_from(token, segment)), end = sees_to(last_token, segment, size);
+        const int seen = from < end ? from / KEYS : end_step, seen_end = from < end ? (end + KEYS - 1) / KEYS : end_step;
+        const auto nothing = [&](int step, int stop_step) {
+            for (; step < stop_step; step++)
+                for (int r = 0; r < R; r++) store(weights + step * (TILE / 2) + r * DEPTH, __m512i{});
+        };
+        nothing(first_step, seen);
+        nothing(seen_end, end_step);
+        for (int r = 0; r < R; r++) {
+            const int token = shared ? 0 : (row + r) / heads;
+            hide(scores + r * SCORES, seen * KEYS, std::min(seen_end * KEYS, std::max(begin - segment, sees_from(token, segment))));
+            hide(scores + r * SCORES, std::max(seen * KEYS, sees_to(token, segment, size)), seen_end * KEYS);
+        }
+        F most[R];
+        UNROLL
+        for (int r = 0; r < R; r++) most[r] = splat(-INFINITY);
+        for (int t = seen * KEYS; t < seen_end * KEYS; t += W)
+            UNROLL
+            for (int r = 0; r < R; r++) most[r] = greater(load<F>(scores + r * SCORES + t), most[r]);
+        F total[R];
+        UNROLL
+        for (int r = 0; r < R; r++) {
+            const float largest = across(most[r], [](F a, F b) { return greater(a, b); });
+            sums.largest[lane * lane_rows + row + r] = largest;
+            most[r] = splat(largest == -INFINITY ? 0.0f : largest);  // where nothing is seen, no key has a weight
+            total[r] = F{};
+        }
+        for (int step = seen; step < seen_end; step++)
+            UNROLL
+            for (int r = 0; r < R; r++) {
+                const float* at = scores + r * SCORES + step * KEYS;
+                const F low = rough_power_of_two(load<F>(at) - most[r]), high = rough_power_of_two(load<F>(at + W) - most[r]);
                 const __m512i rounded = to_bfloats(low, high);
-                total = _mm512_dpbf16_ps(total, (__m512bh)rounded, ones);
-                store(weights + step * (TILE / 2), rounded);
+                total[r] = (F)_mm512_dpbf16_ps((__m512)total[r], (__m512bh)rounded, (__m512bh)_mm512_set1_epi16(0x3f80));  // 1
+                store(weights + step * (TILE / 2) + r * DEPTH, rounded);
             }
-            const int query = lane * lane_rows + row + r;
-            sums.largest[query] = largest;
-            store(sums.total + query * W, total);
+        UNROLL
+        for (int r = 0; r < R; r++) store(sums.total + (lane * lane_rows + row + r) * W, total[r]);
+    }
+    void soften(State& sums, int lane, int row, int end) const {
+        for (; row + 4 <= end; row += 4) soften<4>(sums, lane, row);
+        switch (end - row) {
+            case 3: return soften<3>(sums, lane, row);
+            case 2: return soften<2>(sums, lane, row);
+            case 1: return soften<1>(sums, lane, row);
+        }
+    }
+    // Keys [from, end) of a query.
+    static void hide(float* scores, int from, int end) {
+        while (from < end) {
+            const int lane = from % W, stop = std::min(W, lane + end - from);
+            _mm512_mask_storeu_ps(scores + from - lane, __mmask16((1u << stop) - (1u << lane)), _mm512_set1_ps(-INFINITY));
+            from += stop - lane;
         }
     }
 
-    // Keys [begin, stop) of one segment, and one lane.
+    // Keys [begin, stop) of one segment, and one lane. While a tile's scores become weights, in quarters, the next one is
+    // scored and the one before it is summed: the matrix unit goes to sleep after 0.3 us, and takes as long to wake.
     void sum_lane(State& sums, int lane) {
         const Group& g = of_lane(lane);
+        const int first_unit = (begin - segment) / UNIT, first = (begin - segment) / KEYS, end = (stop - segment + KEYS - 1) / KEYS;
         find_keys(g);
-        Cursor ahead = find_sequence(lane);
-        bool found = false;
-        for (int at = 0; at < tiles; at++, ahead.units = nullptr) {
-            const int row = at * SIDE, end = std::min(lane_rows, row + SIDE);
-            const int first_step = (begin - segment) / KEYS, end_step = (stop - segment + KEYS - 1) / KEYS;
+        Cursor ahead{keys_direct ? sequence + lane * 2 * units() + units_ahead() - first_unit : nullptr, A / 2};
+        score(lane, 0, ahead, first_unit, first_unit + units());
+        if (ahead.units) ahead.units += units();
+        ValueSums pending{}, mine{};
+        bool hidden = false;
+        for (int at = 0; at < tiles; at++) {
+            const int row = at * SIDE, last = std::min(lane_rows, row + SIDE);
+            for (int quarter = 0; quarter < 4; quarter++) {
+                soften(sums, lane, std::min(last, row + quarter * SIDE / 4), std::min(last, row + (quarter + 1) * SIDE / 4));
+                if (at + 1 < tiles)
+                    score(lane, at + 1, {nullptr, 0}, first_unit + units() * quarter / 4, first_unit + units() * (quarter + 1) / 4);
+                pending.sum(pending.work() * (quarter + 1) / 4);
+            }
             float* out = sums.out + (lane * lane_rows + row) * span;
-            score(m.q + (lane * tiles + at) * steps * (TILE / 2), ahead);
-            soften(sums, lane, row, end);
-            if (ahead.units) ahead.units += (stop - begin / UNIT * UNIT + UNIT - 1) / UNIT;
-            if (!found) found = find_values(g, begin, stop);
-            if (found) {
-                sum_values(m.weights, values, ahead, first_step, end_step, A, out, span);
-                continue;
-            }
-            for (int token = row / heads; token * heads < end; token++) {
-                find_values(g, std::max(begin, segment + sees_from(token, segment)), segment + sees_to(token, segment, stop - segment));
-                sum_values(m.weights, values, {nullptr, 0}, first_step, end_step, A, m.spare, A);
-                for (int r = std::max(row, token * heads); r < std::min(end, (token + 1) * heads); r++)
-                    std::memcpy(out + (r - row) * span, m.spare + (r - row) * A, sizeof(float) * A);
-            }
+            if (at == 0) hidden = find_values(g, begin, stop);
+            mine = {m.weights[at % 2], values, first, end, A, out, span, at == 0 ? ahead : Cursor{nullptr, 0}};
+            if (hidden) pending = mine;
+            else sum_each(mine, lane, row, last);
+        }
+        pending.sum(pending.work());
+    }
+    // The same for each token by itself, whose queries see all of the values that are copied.
+    void sum_each(ValueSums of_tile, int lane, int row, int end) {
+        for (int token = row / heads; token * heads < end; token++) {
+            find_values(of_lane(lane), std::max(begin, segment + sees_from(token, segment)), segment + sees_to(token, segment, stop - segment));
+            ValueSums mine = of_tile;
+            mine.to = m.spare, mine.span = A, mine.ahead = {nullptr, 0};
+            mine.sum(mine.work());
+            for (int r = std::max(row, token * heads); r < std::min(end, (token + 1) * heads); r++)
+                std::memcpy(of_tile.to + (r - row) * span, m.spare + (r - row) * A, sizeof(float) * A);
         }
     }
 
@@ -330,6 +385,7 @@ struct Attention<Bfloat> : Item {
         s.fetched = nullptr;
         each_segment(y, y_stride, G, [this](State& sums, int at, int end) {
             begin = at, stop = end;
+            list_segment();
             for (int lane = 0; lane < lanes; lane++) sum_lane(sums, lane);
         });
     }

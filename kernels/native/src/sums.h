@@ -39,8 +39,8 @@ constexpr int SCORES = SEGMENT + 16;  // floats from a query's scores to the nex
 
 struct MatrixScratch {  // of one thread, where attention multiplies tiles (attention_tiles.h)
     alignas(64) uint16_t q[LANES * SIDE * MOST_HEAD];     // left tiles of queries
-    alignas(64) float scores[SIDE * SCORES];
-    alignas(64) uint16_t weights[SIDE * SEGMENT];         // left tiles, 32 keys each
+    alignas(64) float scores[2][SIDE * SCORES];
+    alignas(64) uint16_t weights[2][SIDE * SEGMENT];      // left tiles, 32 keys each
     alignas(64) uint16_t keys[SEGMENT * MOST_HEAD];       // what does not lie in the cache as tiles need it
     alignas(64) uint16_t values[SEGMENT * MOST_HEAD];
     alignas(64) float spare[SIDE * MOST_HEAD];            // sums of which not all rows are wanted

@@ -2,7 +2,7 @@
 
 The worker appends what it samples to the row's ids, so that the next step, which may have been sent
 already, finds its input there. A step is gathered from the rows into a flat batch without padding; most rows have
-one token each, so that plain numbers in a loop are faster than the dozen calls of numpy that do without one:
+one token or a few, so that plain numbers in a loop are faster than the dozen calls of numpy that do without one:
 
     row 2  ids  p p p p p o o        computed 4, tokens 3
                         └───┴── input ids, positions 4 5 6, slots block[pos / size] * size + pos % size
@@ -130,17 +130,16 @@ class States:
         slots: list[int] = []
         row_starts, context_lens, prompts = [0], [], list[int]()
         for row, start, end, _, first_writable, _ in spans:
-            if end - start == 1:
-                ids.append(self._tokens.item(row, start))
-                positions.append(start)
-                slot = self._blocks.item(row, start // size) * size + start % size
-                slots.append(slot if start >= first_writable else -1)
-            else:
-                ids += self._tokens[row, start:end].tolist()
-                positions += range(start, end)
-                places = np.arange(start, end)
-                slots_N = self._blocks[row, places // size].astype(np.int64) * size + places % size
-                slots += np.where(places < first_writable, -1, slots_N).tolist()
+            ids += self._tokens[row, start:end].tolist()
+            positions += range(start, end)
+            first = min(max(start, first_writable), end)
+            slots += [-1] * (first - start)
+            while first < end:  # block by block
+                index, offset = divmod(first, size)
+                slot = self._blocks.item(row, index) * size + offset
+                count = min(size - offset, end - first)
+                slots += range(slot, slot + count)
+                first += count
             row_starts.append(len(ids))
             context_lens.append(end)
             prompts.append(max(0, min(end, self._requests[row].prompt_len) - start))

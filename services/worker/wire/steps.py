@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,7 +54,7 @@ def decode_step(step: worker_pb2.Step, bounds: Bounds, received_s: float) -> Ste
     count = len(rows)
     num_tokens = column(step.num_tokens_i32le, "num_tokens_i32le", count)
     within(num_tokens, 1, shape.max_model_len + 1, "num_tokens_i32le")
-    total = int(num_tokens.sum())
+    total = sum(num_tokens.tolist())
     if total > shape.max_num_batched_tokens:
         most = shape.max_num_batched_tokens
         raise InvalidArgument(f"num_tokens_i32le adds up to {total}, above {most}", field="num_tokens_i32le")
@@ -67,7 +67,7 @@ def decode_step(step: worker_pb2.Step, bounds: Bounds, received_s: float) -> Ste
         first_writable = column(step.first_writable_i32le, "first_writable_i32le", count)
     block_counts = column(step.block_count_i32le, "block_count_i32le", count * bounds.kv_groups)
     within(block_counts, 0, shape.num_blocks + 1, "block_count_i32le")
-    block_ids = column(step.block_id_i32le, "block_id_i32le", int(block_counts.sum()))
+    block_ids = column(step.block_id_i32le, "block_id_i32le", sum(block_counts.tolist()))
     draft_counts, draft_ids = _drafts(step, num_tokens, flags, bounds)
     encode, dropped_media = _media(step, bounds)
     freed = column(step.freed_row_i32le, "freed_row_i32le")
@@ -94,12 +94,12 @@ def decode_step(step: worker_pb2.Step, bounds: Bounds, received_s: float) -> Ste
 def _flags(data: bytes, count: int, bounds: Bounds) -> NDArray[np.uint8]:
     if len(data) != count:
         raise InvalidArgument(f"flags_u8 has {len(data)} elements, not {count}", field="flags_u8")
-    flags = np.frombuffer(data, np.uint8)
-    if not bounds.pools and (flags & POOLS).any():
-        raise Unimplemented("flags_u8 asks for pooled vectors, which this worker does not have", field="flags_u8")
-    if (flags & (MASKED | SAMPLES) == MASKED).any():
-        raise InvalidArgument("flags_u8 has a row that waits for a mask and does not sample", field="flags_u8")
-    return flags
+    for flags in set(data):
+        if flags & POOLS and not bounds.pools:
+            raise Unimplemented("flags_u8 asks for pooled vectors, which this worker does not have", field="flags_u8")
+        if flags & (MASKED | SAMPLES) == MASKED:
+            raise InvalidArgument("flags_u8 has a row that waits for a mask and does not sample", field="flags_u8")
+    return np.frombuffer(data, np.uint8)
 
 
 def _drafts(step: worker_pb2.Step, num_tokens: Int32, flags: NDArray[np.uint8], bounds: Bounds) -> tuple[Int32, Int32]:
@@ -108,20 +108,23 @@ def _drafts(step: worker_pb2.Step, num_tokens: Int32, flags: NDArray[np.uint8], 
         return _NO_INTS, _NO_INTS
     counts = column(step.draft_count_i32le, "draft_count_i32le", len(num_tokens))
     within(counts, 0, bounds.shape.max_model_len, "draft_count_i32le")
-    if (counts >= num_tokens).any():
+    rows = list(zip(counts.tolist(), num_tokens.tolist(), flags.tolist(), strict=True))
+    if any(drafts >= tokens for drafts, tokens, _ in rows):
         raise InvalidArgument(
             "draft_count_i32le has a row whose tokens are all drafts: the token before them is computed too",
             field="draft_count_i32le",
         )
-    if ((counts > 0) & (flags & SAMPLES == 0)).any():
+    if any(drafts and not asked & SAMPLES for drafts, _, asked in rows):
         raise InvalidArgument("draft_count_i32le has drafts on a row that does not sample", field="draft_count_i32le")
-    ids = column(step.draft_id_i32le, "draft_id_i32le", int(counts.sum()))
+    ids = column(step.draft_id_i32le, "draft_id_i32le", sum(counts.tolist()))
     within(ids, 0, bounds.vocab_size, "draft_id_i32le")
     return (counts, ids) if len(ids) else (_NO_INTS, _NO_INTS)
 
 
 def _media(step: worker_pb2.Step, bounds: Bounds) -> tuple[tuple[MediaItem, ...], tuple[bytes, ...]]:
     """Items to encode, and hashes to forget."""
+    if not step.encode and not step.dropped_media:
+        return (), ()
     for name, present in (("encode", bool(step.encode)), ("dropped_media", bool(step.dropped_media))):
         if present and not bounds.media:
             raise Unimplemented(f"{name} is not supported by this worker", field=name)
@@ -131,7 +134,9 @@ def _media(step: worker_pb2.Step, bounds: Bounds) -> tuple[tuple[MediaItem, ...]
     )
 
 
-def _new_rows(messages: Iterable[worker_pb2.NewRow], bounds: Bounds) -> tuple[NewRow, ...]:
+def _new_rows(messages: Sequence[worker_pb2.NewRow], bounds: Bounds) -> tuple[NewRow, ...]:
+    if not messages:
+        return ()
     rows = tuple(_new_row(message, bounds) for message in messages)
     distinct(np.array([row.row for row in rows], np.int32), "new_rows.row")
     return rows

@@ -86,6 +86,18 @@ EMULATED __m512i dot_bytes(__m512i sum, __m512i u, __m512i q) {
         return _mm256_add_epi32(of(sum, i), _mm256_add_epi32(even, odd));
     });
 }
+// Four lanes of 32 bits at a time change places, or those within each four.
+EMULATED __m512i swapped_fours(__m512i x, bool halves) {  // of the whole, else the fours of each half
+    return integers([&](int i) {
+        const __m256i y = of(x, halves ? 1 - i : i);
+        return halves ? y : _mm256_permute4x64_epi64(y, 0x4e);
+    });
+}
+EMULATED __m512i swapped_in_fours(__m512i x, bool twos) {
+    return integers([&](int i) {
+        return twos ? _mm256_shuffle_epi32(of(x, i), 0x4e) : _mm256_shuffle_epi32(of(x, i), 0xb1);
+    });
+}
 EMULATED __m512i same32(int x) {
     return integers([&](int) { return _mm256_set1_epi32(x); });
 }
@@ -103,6 +115,10 @@ EMULATED __m512i same8(int x) {
 #define __AVX512VNNI__ 1
 #endif
 #undef _mm512_maskz_cvtps_ph
+#undef _mm512_shuffle_i32x4
+#undef _mm512_shuffle_epi32
+#define _mm512_shuffle_i32x4(a, b, how) emulated::swapped_fours(a, (how) == 0x4e)  // of one vector, the two ways that are used
+#define _mm512_shuffle_epi32(x, how) emulated::swapped_in_fours(x, (how) == _MM_PERM_BADC)
 #define _mm512_fmadd_ps(a, b, c) emulated::fmadd(a, b, c)
 #define _mm512_maskz_cvtph_ps(mask, x) emulated::from_halves(x)
 #define _mm512_maskz_cvtps_ph(mask, x, how) emulated::to_halves(x)

@@ -80,9 +80,9 @@ INLINE F fma(F a, float b, F c) { return fma(a, splat(b), c); }
 // A sum stays in a register: GCC 12 counts wrongly where a loop's sums and operands fill the set, and put some of them
 // on the stack.
 INLINE void hold(F& sum) {
-#if defined(__AVX512F__)
+#if defined(__AVX512VL__)
     asm("" : "+v"(sum));
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(__AVX512F__)
     asm("" : "+x"(sum));
 #endif
     (void)sum;

@@ -66,11 +66,12 @@ class NgramIndex:
         for _ in range(CANDIDATES):
             if place == 0:
                 break
-            shared = _shared(tokens, place, end, longest)
-            if shared > best_shared:
-                best, best_shared = place, shared
-                if shared == longest:
-                    break
+            if place > best_shared and tokens[place - 1 - best_shared] == tokens[end - 1 - best_shared]:
+                shared = _shared(tokens, place, end, longest)
+                if shared > best_shared:
+                    best, best_shared = place, shared
+                    if shared == longest:
+                        break
             place = self._previous[place]
         if best:
             return Match(best, best_shared)

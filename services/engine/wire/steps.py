@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+
 from protos import common_pb2, worker_pb2
 from services.common.errors import InvalidArgument, Unimplemented
 from services.engine.events import LogprobColumns, StepFailure
@@ -70,7 +73,11 @@ def masks_message(masks: StepMasks) -> worker_pb2.ExecuteRequest:
 
 
 def to_outcome(result: worker_pb2.StepResult) -> StepOutcome:
-    """A result as the core takes it. Raises InvalidArgument where its columns do not fit together."""
+    """A result as the core takes it. Raises InvalidArgument where its columns do not fit together.
+
+    The worker does nothing meanwhile, and code that has not run since the last step is slow: what most results lack
+    is asked for, and not gone through.
+    """
     rows = to_column(result.row_i32le, "i", "row_i32le")
     epochs = to_column(result.epoch_u64le, "Q", "epoch_u64le")
     counts = to_column(result.token_count_i32le, "i", "token_count_i32le")
@@ -81,7 +88,8 @@ def to_outcome(result: worker_pb2.StepResult) -> StepOutcome:
         raise InvalidArgument("token_count_i32le does not add up to the tokens", field="token_count_i32le")
     if result.proposed_count_i32le:
         raise Unimplemented("drafts of the worker's own are not taken by this engine", field="proposed_count_i32le")
-    if any(len(each) != HASH_BYTES for each in result.missing_media):
+    missing_media = tuple(result.missing_media) if result.missing_media else ()
+    if missing_media and any(len(each) != HASH_BYTES for each in missing_media):
         raise InvalidArgument(f"missing_media has a hash that is not of {HASH_BYTES} bytes", field="missing_media")
     logprobs = to_logprobs(result.logprobs, len(token_ids)) if result.HasField("logprobs") else None
     return StepOutcome(
@@ -94,14 +102,22 @@ def to_outcome(result: worker_pb2.StepResult) -> StepOutcome:
         token_counts=counts,
         token_ids=token_ids,
         logprobs=logprobs,
-        prompt_logprobs=tuple(
-            PromptLogprobsChunk(chunk.row, chunk.epoch, chunk.first_position, to_logprobs(chunk.logprobs, None))
-            for chunk in result.prompt_logprobs
-        ),
-        pooled={each.epoch: to_column(each.values_f32le, "f", "pooled.values_f32le") for each in result.pooled},
-        missing_media=tuple(result.missing_media),
+        prompt_logprobs=_prompt_logprobs(result.prompt_logprobs) if result.prompt_logprobs else (),
+        pooled=_pooled(result.pooled) if result.pooled else {},
+        missing_media=missing_media,
         duration_us=result.duration_us,
     )
+
+
+def _prompt_logprobs(chunks: Sequence[worker_pb2.PromptLogprobs]) -> tuple[PromptLogprobsChunk, ...]:
+    return tuple(
+        PromptLogprobsChunk(chunk.row, chunk.epoch, chunk.first_position, to_logprobs(chunk.logprobs, None))
+        for chunk in chunks
+    )
+
+
+def _pooled(vectors: Sequence[worker_pb2.PooledVector]) -> dict[int, array[float]]:
+    return {each.epoch: to_column(each.values_f32le, "f", "pooled.values_f32le") for each in vectors}
 
 
 def to_logprobs(message: common_pb2.Logprobs, positions: int | None) -> LogprobColumns:

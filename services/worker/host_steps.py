@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 import torch
@@ -85,7 +85,7 @@ class HostSteps:
             results |= found.results
             hidden_SD = batch.sampled(hidden_TD)
             if likeliest:
-                sampled = _by_span(asked, self._likeliest(hidden_SD))
+                sampled = _by_span(asked, list(self._likeliest(hidden_SD)))
             else:
                 sampled = self._sample(asked, hidden_SD, masks() if masked else {})
         for span, tokens in zip(asked, sampled, strict=True):
@@ -128,11 +128,12 @@ class HostSteps:
             yield [] if dropped else list(islice(results, span.drafts + 1))
 
 
-def _by_span(spans: list[Span], sampled: Iterable[Sampled]) -> Iterator[list[Sampled]]:
+def _by_span(spans: list[Span], sampled: list[Sampled]) -> Iterator[list[Sampled]]:
     """What each span gives, of what all their positions give in order."""
-    results = iter(sampled)
+    first = 0
     for span in spans:
-        yield list(islice(results, span.drafts + 1))
+        yield sampled[first : first + span.drafts + 1]
+        first += span.drafts + 1
 
 
 def _take(states: States, span: Span, sampled: list[Sampled]) -> RowResult:
@@ -148,5 +149,5 @@ def _take(states: States, span: Span, sampled: list[Sampled]) -> RowResult:
         counted = accept(states.tokens(span.row, span.end)[known:].tolist(), sampled)
     tokens = tuple([result.token for result in counted if result.token is not None])
     states.append(span.row, tokens)
-    logprobs = tuple(result.logprobs for result in counted) if counted[0].logprobs else ()
+    logprobs = tuple([result.logprobs for result in counted]) if counted[0].logprobs else ()
     return RowResult(span.row, epoch, ROW_OK, tokens, logprobs)

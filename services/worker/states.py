@@ -10,6 +10,7 @@ one token or a few, so that plain numbers in a loop are faster than the dozen ca
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -130,6 +131,14 @@ class States:
         slots: list[int] = []
         row_starts, context_lens, prompts = [0], [], list[int]()
         for row, start, end, _, first_writable, _ in spans:
+            prompts.append(max(0, min(end, self._requests[row].prompt_len) - start))
+            context_lens.append(end)
+            if end - start == 1 and first_writable <= start:  # most rows
+                ids.append(self._tokens.item(row, start))
+                positions.append(start)
+                slots.append(self._blocks.item(row, start // size) * size + start % size)
+                row_starts.append(len(ids))
+                continue
             ids += self._tokens[row, start:end].tolist()
             positions += range(start, end)
             first = min(max(start, first_writable), end)
@@ -141,20 +150,23 @@ class States:
                 slots += range(slot, slot + count)
                 first += count
             row_starts.append(len(ids))
-            context_lens.append(end)
-            prompts.append(max(0, min(end, self._requests[row].prompt_len) - start))
-        ids_T, positions_T, slots_T = np.array((ids, positions, slots), np.int64)
         longest = -(-max(context_lens) // size)
+        table, row = self._blocks[:, :longest], spans[0].row
+        table = table[row : row + 1] if len(spans) == 1 else table[[span.row for span in spans]]  # one is not copied
         return Batch(
-            input_ids_T=torch.from_numpy(ids_T),
-            positions_T=torch.from_numpy(positions_T),
-            slots_T=torch.from_numpy(slots_T),
+            input_ids_T=_tensor(ids),
+            positions_T=_tensor(positions),
+            slots_T=_tensor(slots),
             row_starts=tuple(row_starts),
             context_lens=tuple(context_lens),
-            block_table_RB=torch.from_numpy(self._blocks[[span.row for span in spans], :longest]),
+            block_table_RB=torch.from_numpy(table),
             logits_at_S=None if len(logits_at) == len(ids) else torch.tensor(logits_at, dtype=torch.int64),
             prompts=tuple(prompts),
         )
+
+
+def _tensor(numbers: list[int]) -> torch.Tensor:
+    return torch.frombuffer(array("q", numbers), dtype=torch.int64)  # less to do than by way of numpy
 
 
 class RowHolder(Protocol):

@@ -93,7 +93,7 @@ class Decoder:
 
 
 def _unpaired(pairs_N2: torch.Tensor) -> tuple[list[int], list[float]]:
-    numbers_N2 = pairs_N2.cpu().numpy()
+    numbers_N2 = (pairs_N2 if pairs_N2.is_cpu else pairs_N2.cpu()).numpy()
     return numbers_N2.view(np.int32)[:, 0].tolist(), numbers_N2[:, 1].tolist()
 
 

@@ -9,10 +9,13 @@ from services.worker.step import Int32
 
 _INT32 = np.dtype("<i4")
 _FEW = 256
+NONE = np.zeros(0, np.int32)
 
 
 def column(data: bytes, name: str, length: int | None = None) -> Int32:
     """The elements. Raises InvalidArgument where bytes are left over or the length is another."""
+    if not data and not length:
+        return NONE
     if len(data) % 4:
         raise InvalidArgument(f"{name} has {len(data)} bytes, not a multiple of 4", field=name)
     values = np.frombuffer(data, _INT32)

@@ -14,7 +14,7 @@ _ROWS, _DROP, _MASK = "masks.row_i32le", "masks.drop_u8", "masks.mask_u32le"
 
 def waits_for_masks(step: worker_pb2.Step) -> bool:
     """Whether a frame of masks must follow this step."""
-    return bool((np.frombuffer(step.flags_u8, np.uint8) & MASKED).any())
+    return any(flags & MASKED for flags in set(step.flags_u8))
 
 
 def decode_masks(message: worker_pb2.StepMasks, step: StepInput, vocab_size: int) -> Masks:

@@ -22,11 +22,10 @@ from services.worker.step import (
     SamplingParams,
     StepInput,
 )
-from services.worker.wire.columns import column, distinct, within
+from services.worker.wire.columns import NONE, column, distinct, within
 from services.worker.wire.media import decode_hash, decode_media
 from services.worker.wire.sampling import decode_sampling
 
-_NO_INTS = np.zeros(0, np.int32)
 _POOLINGS: dict[int, str] = {common_pb2.POOLING_MEAN: "mean", common_pb2.POOLING_LAST: "last"}
 
 
@@ -105,7 +104,7 @@ def _flags(data: bytes, count: int, bounds: Bounds) -> NDArray[np.uint8]:
 def _drafts(step: worker_pb2.Step, num_tokens: Int32, flags: NDArray[np.uint8], bounds: Bounds) -> tuple[Int32, Int32]:
     """Draft tokens per row and their ids; both empty where no row has any."""
     if not step.draft_count_i32le and not step.draft_id_i32le:
-        return _NO_INTS, _NO_INTS
+        return NONE, NONE
     counts = column(step.draft_count_i32le, "draft_count_i32le", len(num_tokens))
     within(counts, 0, bounds.shape.max_model_len, "draft_count_i32le")
     rows = list(zip(counts.tolist(), num_tokens.tolist(), flags.tolist(), strict=True))
@@ -118,7 +117,7 @@ def _drafts(step: worker_pb2.Step, num_tokens: Int32, flags: NDArray[np.uint8], 
         raise InvalidArgument("draft_count_i32le has drafts on a row that does not sample", field="draft_count_i32le")
     ids = column(step.draft_id_i32le, "draft_id_i32le", sum(counts.tolist()))
     within(ids, 0, bounds.vocab_size, "draft_id_i32le")
-    return (counts, ids) if len(ids) else (_NO_INTS, _NO_INTS)
+    return (counts, ids) if len(ids) else (NONE, NONE)
 
 
 def _media(step: worker_pb2.Step, bounds: Bounds) -> tuple[tuple[MediaItem, ...], tuple[bytes, ...]]:

@@ -65,11 +65,11 @@ X86 = (
 CHOICES = ("auto", *(level.name for level in X86))
 
 
-def levels(told: str | None = None) -> tuple[Level, ...]:
-    """What this machine can run, the best first. `told` stands for /proc/cpuinfo."""
+def levels(cpuinfo: str | None = None) -> tuple[Level, ...]:
+    """What this machine can run, the best first. `cpuinfo` stands for /proc/cpuinfo."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return (_PORTABLE,)
-    cpuinfo = told
+    here = cpuinfo is None
     if cpuinfo is None:
         path = Path("/proc/cpuinfo")
         cpuinfo = path.read_text() if path.exists() else ""
@@ -78,8 +78,9 @@ def levels(told: str | None = None) -> tuple[Level, ...]:
         if line.startswith("flags"):
             has = set(line.partition(":")[2].split())
             break
-    found = tuple(level for level in X86 if level.needs <= has)
-    return found if told is not None or "amx_tile" not in has or _ask_for_tiles() else found[1:]
+    if here and "amx_tile" in has and not _ask_for_tiles():
+        has.remove("amx_tile")
+    return tuple(level for level in X86 if level.needs <= has)
 
 
 def _ask_for_tiles() -> bool:

@@ -292,7 +292,6 @@ class _Run:
         self._weights = [line.weight for line in recorder.lines]
         recorder.lines.clear()  # symbols and their recorder hold each other: weights must not hang on them
         self._pool = engine.pool
-        self._deterministic = engine.deterministic
         self._memory = torch.empty(0, width)
         self._out = self._memory  # as much of it as the last step took
 
@@ -320,6 +319,7 @@ class Program(_Run):
     def __init__(self, engine: _Engine, recorder: Recorder, width: int) -> None:
         writes = [line.heads for line in recorder.lines if line.op is Op.KV_WRITE]
         self._kv_heads = writes[0] if writes else 0
+        self._deterministic = engine.deterministic
         super().__init__(engine, recorder, width)
 
     def warm(self, limits: Limits | None) -> Warmed:

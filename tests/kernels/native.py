@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -173,3 +173,17 @@ def _shape(case: Case, cache: torch.Tensor) -> dict[str, int]:
     _, size, kv_heads, width = case.k_cache.shape
     places = {"cache": cache.data_ptr(), "cache_layer": cache.stride(0)}
     return {**places, "block_size": size, "kv_heads": kv_heads, "head_size": width}
+
+
+def expect_equal_rows(multiply: Callable[[torch.Tensor, int], torch.Tensor], inputs: int, counts: Iterable[int]) -> None:
+    """A row of x gives the same to the last bit among so many others, at any place, for any number of threads."""
+    row = torch.randn(1, inputs)
+    expected = multiply(row, 2)[0]
+    for count in counts:
+        x = torch.randn(count, inputs)
+        places = {0, count // 2, count - 1}
+        for place in places:
+            x[place] = row
+        y = multiply(x, 1 + count % 3)
+        for place in places:
+            assert torch.equal(y[place], expected), (count, place)

@@ -5,7 +5,7 @@ import torch
 
 from kernels.linear.blocks import Blocks
 from kernels.native import library as c
-from tests.kernels.native import LEVELS, largest_product, load, product
+from tests.kernels.native import LEVELS, expect_equal_rows, largest_product, load, product
 
 KINDS = ("f32", "f16", "bf16", "q8", "q4")
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -58,16 +58,8 @@ def test_is_a_matrix_product(level, kind):
 def test_rows_are_bit_equal_for_every_count_place_and_number_of_threads(level, kind):
     library = load(level)
     packed, _ = make(library, kind, 100, 96, torch.randn(100))
-    row = torch.randn(1, 96)
-    expected = product(library, packed, row)[0]
-    for count in (*range(1, 16), 64, 257):
-        x = torch.randn(count, 96)
-        places = {0, count // 2, count - 1}
-        for place in places:
-            x[place] = row
-        y = product(library, packed, x, threads=1 + count % 3)
-        for place in places:
-            assert torch.equal(y[place], expected), (count, place)
+    counts = (*range(1, 16), 64, 257)
+    expect_equal_rows(lambda x, threads: product(library, packed, x, threads), 96, counts)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -7,7 +7,7 @@ import torch
 
 from kernels.linear.blocks import Blocks
 from kernels.native import library as c
-from tests.kernels.native import load, product
+from tests.kernels.native import expect_equal_rows, load, product
 from tests.kernels.test_native_linear import make
 
 QUANTIZED = ("q8", "q4")
@@ -35,16 +35,8 @@ def test_is_a_matrix_product_as_far_as_bfloat16_goes(kind):
 def test_a_token_of_a_prompt_is_bit_equal_wherever_it_stands(kind):
     library = load("amx")
     packed, _ = make(library, kind, 100, 608, torch.randn(100))
-    row = torch.randn(1, 608)
-    expected = of_prompts(library, packed, row)[0]
-    for count in (*range(2, 20), 31, 33, 64, 257, 300):
-        x = torch.randn(count, 608)
-        places = {0, count // 2, count - 1}
-        for place in places:
-            x[place] = row
-        y = of_prompts(library, packed, x, threads=1 + count % 3)
-        for place in places:
-            assert torch.equal(y[place], expected), (count, place)
+    counts = (*range(2, 20), 31, 33, 64, 257, 300)
+    expect_equal_rows(lambda x, threads: of_prompts(library, packed, x, threads), 608, counts)
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)

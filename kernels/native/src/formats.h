@@ -28,6 +28,7 @@
 #include "matrix.h"
 
 constexpr int GROUP = 32;
+constexpr int ROWS = 256;  // of one item of a product, at most: what a weight's blocks are read for
 
 enum Kind : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8 = 3, Q4 = 4, PAIRS = 5 };
 
@@ -103,21 +104,13 @@ INLINE int64_t short_at(int64_t row, int64_t k, int64_t of_row) {
     return row / SIDE * SIDE * of_row + k / DEPTH * DEPTH * SIDE + row % SIDE * DEPTH + k % DEPTH;
 }
 
-static void pack_pairs(const uint16_t* from, int64_t N, int64_t K, uint16_t* to) {
-    for (int64_t block = 0; block < (N + W - 1) / W; block++, to += W * K)
-        for (int lane = 0; lane < W; lane++) {
-            const int64_t n = block * W + lane;
-            for (int64_t k = 0; k < K; k++) to[(k / 2 * W + lane) * 2 + k % 2] = n < N ? from[n * K + k] : uint16_t(0);
-        }
-}
-
-// Rows of a plain matrix [N, K] of 4 or 2 byte values into column blocks.
-template <class T>
+// Rows of a plain matrix [N, K] of 4 or 2 byte values into column blocks, `side` inputs side by side.
+template <int side, class T>
 static void pack_plain(const T* from, int64_t N, int64_t K, T* to) {
     for (int64_t block = 0; block < (N + W - 1) / W; block++, to += W * K)
         for (int lane = 0; lane < W; lane++) {
             const int64_t n = block * W + lane;
-            for (int64_t k = 0; k < K; k++) to[k * W + lane] = n < N ? from[n * K + k] : T(0);
+            for (int64_t k = 0; k < K; k++) to[(k / side * W + lane) * side + k % side] = n < N ? from[n * K + k] : T(0);
         }
 }
 
@@ -160,10 +153,9 @@ static void unpack_row(const Weight& weight, int64_t n, float* y) {
             for (int k = 0; k < K; k++) y[k] = half_to_float(((const uint16_t*)block)[size_t(k) * W + lane]);
             return;
         case BF16:
-            for (int k = 0; k < K; k++) y[k] = bfloat_to_float(((const uint16_t*)block)[size_t(k) * W + lane]);
-            return;
         case PAIRS:
-            for (int k = 0; k < K; k++) y[k] = bfloat_to_float(((const uint16_t*)block)[(size_t(k) / 2 * W + lane) * 2 + k % 2]);
+            for (int k = 0, side = weight.kind == PAIRS ? 2 : 1; k < K; k++)
+                y[k] = bfloat_to_float(((const uint16_t*)block)[(size_t(k) / side * W + lane) * side + k % side]);
             return;
         case Q8:
             for (int g = 0; g < K / GROUP; g++, block += group_bytes(Q8), y += GROUP) {

@@ -90,9 +90,6 @@ static void write_kv(const Cache<T>& cache, int64_t slot, int head, const float*
 }
 
 #if defined(__AVX512BF16__)
-INLINE __m256i to_bfloats(F v) { return (__m256i)_mm512_cvtneps_pbh((__m512)v); }
-INLINE __m512i to_bfloats(F low, F high) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
-
 // Others may write the other halves of the values' pairs at the same time: nothing but this token's is touched.
 static void write_kv(const Cache<Bfloat>& cache, int64_t slot, int head, const float* k, const float* v) {
     const int64_t block = slot / cache.P;

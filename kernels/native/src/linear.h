@@ -105,8 +105,7 @@ static void spread_tiles(const Weight& weight, const Quantized& x, int64_t row, 
 }
 #endif
 
-constexpr int COLUMN_BLOCKS = 4;  // of one item
-constexpr int ROWS = 256;         // of one item, at most: what a weight's blocks are read for
+constexpr int COLUMN_BLOCKS = 4;  // of one item, and ROWS
 
 // The last block of a weight whose outputs do not fill it: nothing is written beyond them.
 template <Kind kind, int M>
@@ -175,6 +174,8 @@ static void cut_rows(int64_t row, int64_t end, bool prompt, std::vector<RowsOfIt
     }
 }
 
+INLINE int64_t linear_items(const Weight& weight, const std::vector<RowsOfItem>& rows) { return row_items(weight.N) * int64_t(rows.size()); }
+
 struct LinearItem {
     int64_t row, end, block;
     bool prompt;
@@ -182,7 +183,7 @@ struct LinearItem {
 // Items are counted from the end: threads take the last one first, and so read the weight from its beginning.
 INLINE LinearItem item_of(const Weight& weight, const std::vector<RowsOfItem>& rows, int64_t item) {
     const int64_t across = row_items(weight.N);
-    item = across * int64_t(rows.size()) - 1 - item;
+    item = linear_items(weight, rows) - 1 - item;
     const RowsOfItem& of = rows[item / across];
     return {of.row, of.end, item % across * COLUMN_BLOCKS, of.prompt};
 }

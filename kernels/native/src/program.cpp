@@ -44,9 +44,9 @@ void triptych_pages_free(void* at) { std::free(at); }
 
 int64_t triptych_packed_bytes(int kind, int64_t N, int64_t K) { return (N + W - 1) / W * int64_t(block_bytes(Kind(kind), K)); }
 void triptych_pack_plain(int kind, const void* from, int64_t N, int64_t K, void* to) {
-    if (kind == F32) pack_plain((const uint32_t*)from, N, K, (uint32_t*)to);
-    else if (kind == PAIRS) pack_pairs((const uint16_t*)from, N, K, (uint16_t*)to);
-    else pack_plain((const uint16_t*)from, N, K, (uint16_t*)to);
+    if (kind == F32) pack_plain<1>((const uint32_t*)from, N, K, (uint32_t*)to);
+    else if (kind == PAIRS) pack_plain<2>((const uint16_t*)from, N, K, (uint16_t*)to);
+    else pack_plain<1>((const uint16_t*)from, N, K, (uint16_t*)to);
 }
 void triptych_pack_groups(int kind, const uint8_t* u, const uint16_t* d, const uint16_t* m, int64_t N, int64_t K, uint8_t* to) {
     pack_groups(Kind(kind), u, d, m, N, K, to);
@@ -73,8 +73,7 @@ void triptych_product(Pool* pool, const Weight* weight, const float* x, int64_t 
     const Spent spent{pool};
     std::vector<RowsOfItem> cut;
     cut_rows(0, rows, false, cut);
-    const int64_t items = row_items(weight->N) * int64_t(cut.size());
-    each_row(pool, items, [=, &cut](int64_t item) { linear(*weight, x, item_of(*weight, cut, item), y, weight->N, {0, nullptr, 0}); });
+    each_row(pool, linear_items(*weight, cut), [=, &cut](int64_t item) { linear(*weight, x, item_of(*weight, cut, item), y, weight->N, {0, nullptr, 0}); });
 }
 
 // The largest of each row of logits [rows, V], a row `stride` floats behind the other: its number. A NaN is the largest.

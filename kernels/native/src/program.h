@@ -208,7 +208,7 @@ class Program {
     void cut() {
         rows_.clear(), mixed_.clear(), kinds_.clear();
         cut_rows(0, step_.tokens, false, rows_);
-        if (!step_.prompts) return cut_rows(0, step_.tokens, false, mixed_);
+        if (!step_.prompts) return;
         kinds_.assign(step_.tokens, 0);
         for (int row = 0; row < step_.rows; row++)
             std::fill_n(kinds_.begin() + step_.row_starts[row], step_.prompts[row], 1);
@@ -219,12 +219,12 @@ class Program {
     }
     bool of_prompt(int64_t token) const { return !kinds_.empty() && kinds_[token]; }
     const std::vector<RowsOfItem>& rows_of(const Instruction& product) const {
-        return product.x.buffer >= 0 && buffers_[product.x.buffer].inputs == MIXED ? mixed_ : rows_;
+        return step_.prompts && product.x.buffer >= 0 && buffers_[product.x.buffer].inputs == MIXED ? mixed_ : rows_;
     }
 
     int64_t items(const Phase& phase) {
         const Instruction& i = list_[phase.first];
-        if (is_product(i)) return row_items(((const Weight*)i.weight)->N) * int64_t(rows_of(i).size());
+        if (is_product(i)) return linear_items(*(const Weight*)i.weight, rows_of(i));
         if (i.op == ATTENTION) return int64_t(plan(i.window)->tiles.size());
         return (step_.tokens + tokens_ - 1) / tokens_;
     }
@@ -360,7 +360,7 @@ class Program {
     // 16 rows with 3,072 outputs took up to twice as long where they lay in one. What a product reads has no gaps.
     std::vector<int64_t> strides_;
     std::vector<Quantized> quantized_;
-    std::vector<RowsOfItem> rows_, mixed_;  // of products: of all tokens alike, and of tokens of prompts and others apart
+    std::vector<RowsOfItem> rows_, mixed_;  // of products: all tokens alike; tokens of prompts and others apart
     std::vector<uint8_t> kinds_;            // of a step with prompts: 1 for their tokens
     std::vector<int32_t> gates_;            // of each instruction: where a product of prompts puts what the gate behind it makes of it, or -1
     std::vector<Plan> plans_;  // of attention, by window

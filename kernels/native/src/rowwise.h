@@ -136,8 +136,8 @@ static void quantize_shorts(const float* x, int K, bool split, uint16_t* q, int6
     for (int i = 0; i < K; i += W) {
         const F v = load<F>(x + i);
         uint16_t* to = q + short_at(row, i, of_row);
-        store(to, _mm512_cvtneps_pbh((__m512)v));
-        if (split) store(to + SIDE * K, _mm512_cvtneps_pbh((__m512)(v - from_bfloat(to))));
+        store(to, to_bfloats(v));
+        if (split) store(to + SIDE * K, to_bfloats(v - from_bfloat(to)));
     }
 #endif
 }

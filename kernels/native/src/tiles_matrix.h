@@ -75,44 +75,43 @@ INLINE void spread_group(const uint8_t* group, uint8_t* to) {
     }
 }
 
-// Sums of R x C tiles, in registers 0 to 3, and their way to memory and back: `to_row` tiles from one row of tiles to
-// the next, rows of a tile `stride` floats apart.
+// Sums of R x C tiles, in registers 0 to 3, and their way to memory and back: rows of a tile are `stride` floats apart.
 template <int R, int C>
 INLINE void clear_sums() {
-    _tile_zero(0);
-    if constexpr (C == 2) _tile_zero(1);
-    if constexpr (R == 2) _tile_zero(2);
-    if constexpr (R == 2 && C == 2) _tile_zero(3);
+    clear_tile<0>();
+    if constexpr (C == 2) clear_tile<1>();
+    if constexpr (R == 2) clear_tile<2>();
+    if constexpr (R == 2 && C == 2) clear_tile<3>();
 }
 template <int R, int C>
 INLINE void load_sums(const float* from, size_t stride) {
-    _tile_loadd(0, from, stride * 4);
-    if constexpr (C == 2) _tile_loadd(1, from + SIDE, stride * 4);
-    if constexpr (R == 2) _tile_loadd(2, from + SIDE * stride, stride * 4);
-    if constexpr (R == 2 && C == 2) _tile_loadd(3, from + SIDE * stride + SIDE, stride * 4);
+    load_tile<0>(from, stride * 4);
+    if constexpr (C == 2) load_tile<1>(from + SIDE, stride * 4);
+    if constexpr (R == 2) load_tile<2>(from + SIDE * stride, stride * 4);
+    if constexpr (R == 2 && C == 2) load_tile<3>(from + SIDE * stride + SIDE, stride * 4);
 }
 template <int R, int C>
 INLINE void store_sums(float* to, size_t stride) {
-    _tile_stored(0, to, stride * 4);
-    if constexpr (C == 2) _tile_stored(1, to + SIDE, stride * 4);
-    if constexpr (R == 2) _tile_stored(2, to + SIDE * stride, stride * 4);
-    if constexpr (R == 2 && C == 2) _tile_stored(3, to + SIDE * stride + SIDE, stride * 4);
+    store_tile<0>(to, stride * 4);
+    if constexpr (C == 2) store_tile<1>(to + SIDE, stride * 4);
+    if constexpr (R == 2) store_tile<2>(to + SIDE * stride, stride * 4);
+    if constexpr (R == 2 && C == 2) store_tile<3>(to + SIDE * stride + SIDE, stride * 4);
 }
 
 // One step along K: left tiles of R tiles of rows `rows` numbers apart, right tiles of C blocks `block` bytes apart.
 template <int R, int C>
 INLINE void multiply_tiles(const uint16_t* x, size_t rows, const uint8_t* right, size_t block) {
-    _tile_loadd(4, x, LINE);
-    _tile_loadd(6, right, LINE);
-    _tile_dpbf16ps(0, 4, 6);
+    load_tile<4>(x, LINE);
+    load_tile<6>(right, LINE);
+    multiply_tile<0, 4, 6>();
     if constexpr (C == 2) {
-        _tile_loadd(7, right + block, LINE);
-        _tile_dpbf16ps(1, 4, 7);
+        load_tile<7>(right + block, LINE);
+        multiply_tile<1, 4, 7>();
     }
     if constexpr (R == 2) {
-        _tile_loadd(5, x + rows, LINE);
-        _tile_dpbf16ps(2, 5, 6);
-        if constexpr (C == 2) _tile_dpbf16ps(3, 5, 7);
+        load_tile<5>(x + rows, LINE);
+        multiply_tile<2, 5, 6>();
+        if constexpr (C == 2) multiply_tile<3, 5, 7>();
     }
 }
 
@@ -130,7 +129,6 @@ INLINE void multiply_part(const uint16_t* x, size_t x_rows, int64_t rest, const 
 }
 
 constexpr int MOST_SPREAD = 6;  // groups that are spread at once: measured, 9 and more take up to half as long again
-constexpr int MOST_ROWS = 256;  // of an item
 
 // Which column blocks a thread multiplies together: `block`, and where there are two the one `apart` behind it.
 struct Columns {
@@ -144,7 +142,7 @@ INLINE void multiply_columns(const Weight& weight, const Quantized& x, int64_t r
     constexpr bool spreads = kind != PAIRS;
     constexpr int64_t WIDTH = SIDE * C;
     alignas(64) uint8_t spread[spreads ? C * MOST_SPREAD * TILE : 1];
-    alignas(64) float sums[(MOST_ROWS + 2 * SIDE) * WIDTH];  // what is not complete, or not all wanted
+    alignas(64) float sums[(ROWS + 2 * SIDE) * WIDTH];  // what is not complete, or not all wanted
     const int groups = weight.K / DEPTH, parts = spreads ? (groups + MOST_SPREAD - 1) / MOST_SPREAD : 1;
     const size_t apart = columns.apart * block_bytes(kind, weight.K), of_tile = SIDE * shorts_of_row(kind == PAIRS ? SPLIT : MIXED, weight.K);
     const uint8_t* data = weight.data + columns.block * block_bytes(kind, weight.K);
@@ -182,13 +180,17 @@ template <Kind kind, int C>
 static __attribute__((noinline)) void matrix_columns(const Weight& weight, const Quantized& x, int64_t row, int64_t end, int64_t block, float* y, size_t stride, const uint8_t* later) {
     const bool as_it_is = !weight.bias && (block + C) * W <= weight.N;
     const auto direct = [=](int64_t at) { return as_it_is && at >= row && at + 2 * SIDE <= end; };
+    F bias[C]{};
+    __mmask16 kept[C];
+    for (int c = 0; c < C; c++) {
+        const int64_t first = (block + c) * W;
+        if (weight.bias) bias[c] = load<F>(weight.bias + first);
+        kept[c] = __mmask16((1u << std::min<int64_t>(W, weight.N - first)) - 1);
+    }
     multiply_columns<kind, C>(weight, x, row, end, {block, 1}, y, stride, later, direct, [&](int64_t at, const float* sums) {
-        for (int c = 0; c < C; c++) {
-            const int64_t first = (block + c) * W, columns = std::min<int64_t>(W, weight.N - first);
-            const F bias = weight.bias ? load<F>(weight.bias + first) : F{};
-            const __mmask16 kept = __mmask16((1u << columns) - 1);
-            _mm512_mask_storeu_ps(y + at * stride + c * W, kept, (__m512)(load<F>(sums + c * SIDE) + bias));
-        }
+        UNROLL
+        for (int c = 0; c < C; c++)
+            _mm512_mask_storeu_ps(y + at * stride + c * W, kept[c], (__m512)(load<F>(sums + c * SIDE) + bias[c]));
     });
 }
 
@@ -200,7 +202,7 @@ static __attribute__((noinline)) void matrix_gated(const Weight& weight, const Q
     const auto nothing = [](int64_t) { return false; };
     multiply_columns<kind, 2>(weight, x, row, end, {block, gates / W}, nullptr, 0, nullptr, nothing, [&](int64_t at, const float* sums) {
         const F gated = silu(load<F>(sums) + bias) * (load<F>(sums + SIDE) + bias_up);
-        store(to + short_at(at, column, gates), _mm512_cvtneps_pbh((__m512)gated));
+        store(to + short_at(at, column, gates), to_bfloats(gated));
     });
 }
 

@@ -175,6 +175,11 @@ INLINE F from_bfloat(const uint16_t* h) {
 #endif
 }
 
+#if defined(__AVX512BF16__)
+INLINE __m256i to_bfloats(F v) { return (__m256i)_mm512_cvtneps_pbh((__m512)v); }  // to nearest
+INLINE __m512i to_bfloats(F low, F high) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
+#endif
+
 INLINE F to_float(I i) { return __builtin_convertvector(i, F); }
 
 INLINE I larger(I a, I b) { return a > b ? a : b; }

@@ -175,7 +175,9 @@ def _shape(case: Case, cache: torch.Tensor) -> dict[str, int]:
     return {**places, "block_size": size, "kv_heads": kv_heads, "head_size": width}
 
 
-def expect_equal_rows(multiply: Callable[[torch.Tensor, int], torch.Tensor], inputs: int, counts: Iterable[int]) -> None:
+def expect_equal_rows(
+    multiply: Callable[[torch.Tensor, int], torch.Tensor], inputs: int, counts: Iterable[int]
+) -> None:
     """A row of x gives the same to the last bit among so many others, at any place, for any number of threads."""
     row = torch.randn(1, inputs)
     expected = multiply(row, 2)[0]

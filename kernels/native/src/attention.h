@@ -19,14 +19,11 @@ struct Attention : Item {
         : Item(plan, tile, s, cache.A), cache(cache), next(next) {}
 
     void begin(const float* q, size_t stride, int G, float scale) {
-        scale *= 1.44269504088896341f;  // of e: weights are powers of two
-        int row = 0;
-        for (int at = 0; at < tile.groups; at++)
-            each_query(plan.group(tile, at), G, [&](int token, int head) {
-                const float* from = q + size_t(token) * stride + size_t(head) * A;
-                for (int d = 0; d < A; d += W) store(s.q + row * span + d, load<F>(from + d) * scale);
-                row++;
-            });
+        scale *= LOG2_E;
+        each_row(G, [&](int row, int token, int head) {
+            const float* from = q + size_t(token) * stride + size_t(head) * A;
+            for (int d = 0; d < A; d += W) store(s.q + row * span + d, load<F>(from + d) * scale);
+        });
     }
 
     void clear(State& sums) const {

@@ -146,20 +146,17 @@ struct Attention<Bfloat> : Item {
 
     // Queries as left tiles, those of a lane after those of the lane before.
     void round_queries(const float* q, size_t stride, int G, float scale) {
-        scale *= 1.44269504088896341f;  // of e: weights are powers of two
-        int row = 0;
-        for (int at = 0; at < tile.groups; at++)
-            each_query(plan.group(tile, at), G, [&](int token, int head) {
-                const float* from = q + size_t(token) * stride + size_t(head) * A;
-                const int of_lane = row % lane_rows;
-                uint16_t* to = m.q + (row / lane_rows * tiles + of_lane / SIDE) * steps * (TILE / 2) + of_lane % SIDE * DEPTH;
-                for (int d = 0; d + DEPTH <= A; d += DEPTH, to += TILE / 2)
-                    store(to, to_bfloats(load<F>(from + d) * scale, load<F>(from + d + W) * scale));
-                const F rest = A % DEPTH ? load<F>(from + A - W) * scale : F{};
-                if (A == W) store(to, to_bfloats(rest, F{}));
-                else if (A % DEPTH) store(to, to_bfloats(F{}, rest));
-                row++;
-            });
+        scale *= LOG2_E;
+        each_row(G, [&](int row, int token, int head) {
+            const float* from = q + size_t(token) * stride + size_t(head) * A;
+            const int of_lane = row % lane_rows;
+            uint16_t* to = m.q + (row / lane_rows * tiles + of_lane / SIDE) * steps * (TILE / 2) + of_lane % SIDE * DEPTH;
+            for (int d = 0; d + DEPTH <= A; d += DEPTH, to += TILE / 2)
+                store(to, to_bfloats(load<F>(from + d) * scale, load<F>(from + d + W) * scale));
+            const F rest = A % DEPTH ? load<F>(from + A - W) * scale : F{};
+            if (A == W) store(to, to_bfloats(rest, F{}));
+            else if (A % DEPTH) store(to, to_bfloats(F{}, rest));
+        });
     }
 
     const uint16_t* key_unit(const Group& g, int position) const {

@@ -35,6 +35,13 @@ struct Item {
         for (int token = 0; token < g.count; token++)
             for (int head = 0; head < g.heads; head++) run(g.token + token, g.kv_head * G + g.head + head);
     }
+    // run(row, flat token, query head) for all of the tile's rows.
+    template <class Run>
+    void each_row(int G, const Run& run) const {
+        int row = 0;
+        for (int at = 0; at < tile.groups; at++)
+            each_query(plan.group(tile, at), G, [&](int token, int head) { run(row++, token, head); });
+    }
     const Group& of_lane(int lane) const { return plan.group(tile, lane); }
 
     static void give(float* to, const float* out, const float* total, int A) {
@@ -89,11 +96,8 @@ struct Item {
             at = stop;
         }
         if (group.parts) return join((to - 1) / SEGMENT - low / SEGMENT + 1, y, y_stride, G);
-        int r = 0;
-        for (int at = 0; at < tile.groups; at++)
-            each_query(plan.group(tile, at), G, [&](int token, int head) {
-                give(y + size_t(token) * y_stride + size_t(head) * A, all->out + r * span, all->total + r * W, A);
-                r++;
-            });
+        each_row(G, [&](int row, int token, int head) {
+            give(y + size_t(token) * y_stride + size_t(head) * A, all->out + row * span, all->total + row * W, A);
+        });
     }
 };

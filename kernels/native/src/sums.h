@@ -5,6 +5,8 @@
 #include "matrix.h"
 #include "plan.h"
 
+constexpr float LOG2_E = 1.44269504088896341f;
+
 struct Sums {  // of one query: its output, totals in so many lanes, and the largest score
     float *out, *total, *largest;
 };

@@ -66,6 +66,7 @@ class NgramIndex:
         for _ in range(CANDIDATES):
             if place == 0:
                 break
+            # looks at the token that would make it longer than the best: most places end there
             if place > best_shared and tokens[place - 1 - best_shared] == tokens[end - 1 - best_shared]:
                 shared = _shared(tokens, place, end, longest)
                 if shared > best_shared:

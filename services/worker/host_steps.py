@@ -85,7 +85,7 @@ class HostSteps:
             results |= found.results
             hidden_SD = batch.sampled(hidden_TD)
             if likeliest:
-                sampled = _by_span(asked, list(self._likeliest(hidden_SD)))
+                sampled = _by_span(asked, self._likeliest(hidden_SD))
             else:
                 sampled = self._sample(asked, hidden_SD, masks() if masked else {})
         for span, tokens in zip(asked, sampled, strict=True):
@@ -99,10 +99,10 @@ class HostSteps:
         """Whether every token of the batch is sampled, and no more of them than may be at once."""
         return batch.logits_at_S is None and len(batch.input_ids_T) <= self._logits_rows
 
-    def _likeliest(self, hidden_SD: torch.Tensor) -> Iterator[Sampled]:
+    def _likeliest(self, hidden_SD: torch.Tensor) -> list[Sampled]:
         """What each position gives where the largest logit is all that it is for: then there are no logits."""
-        for some_SD in torch.split(hidden_SD, self._logits_rows):
-            yield from self._sampler.likeliest(*self._model.likeliest_of(some_SD))
+        likeliest, of = self._sampler.likeliest, self._model.likeliest_of
+        return [each for some_SD in torch.split(hidden_SD, self._logits_rows) for each in likeliest(*of(some_SD))]
 
     def _sample(self, spans: list[Span], hidden_SD: torch.Tensor, masks: Masks) -> Iterator[list[Sampled]]:
         """What each span gives at each of its positions, in order; nothing where its result is to be dropped."""

@@ -29,14 +29,9 @@ def positions(states: States, span: Span, masks: NDArray[np.uint8] | None) -> li
     return [Position(row, states.tokens(row, known + ahead), ahead, masks[ahead]) for ahead in range(drafts + 1)]
 
 
-def counted(drafts: Sequence[int], tokens: Sequence[int | None]) -> int:
-    """How many of the tokens count; one that is None stands alone or not at all: its turn comes again."""
-    for place, draft in enumerate(drafts):
-        if tokens[place] != draft or tokens[place + 1] is None:
-            return place + 1
-    return len(tokens)
-
-
 def accept(drafts: Sequence[int], sampled: Sequence[Sampled]) -> list[Sampled]:
-    """The results that count."""
-    return list(sampled[: counted(drafts, [result.token for result in sampled])])
+    """The results that count; one without a token stands alone or not at all: its turn comes again."""
+    for place, draft in enumerate(drafts):
+        if sampled[place].token != draft or sampled[place + 1].token is None:
+            return list(sampled[: place + 1])
+    return list(sampled)

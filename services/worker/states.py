@@ -137,29 +137,28 @@ class States:
                 ids.append(self._tokens.item(row, start))
                 positions.append(start)
                 slots.append(self._blocks.item(row, start // size) * size + start % size)
-                row_starts.append(len(ids))
-                continue
-            ids += self._tokens[row, start:end].tolist()
-            positions += range(start, end)
-            first = min(max(start, first_writable), end)
-            slots += [-1] * (first - start)
-            while first < end:  # block by block
-                index, offset = divmod(first, size)
-                slot = self._blocks.item(row, index) * size + offset
-                count = min(size - offset, end - first)
-                slots += range(slot, slot + count)
-                first += count
+            else:
+                ids += self._tokens[row, start:end].tolist()
+                positions += range(start, end)
+                first = min(max(start, first_writable), end)
+                slots += [-1] * (first - start)
+                while first < end:  # block by block
+                    index, offset = divmod(first, size)
+                    slot = self._blocks.item(row, index) * size + offset
+                    count = min(size - offset, end - first)
+                    slots += range(slot, slot + count)
+                    first += count
             row_starts.append(len(ids))
         longest = -(-max(context_lens) // size)
-        table, row = self._blocks[:, :longest], spans[0].row
-        table = table[row : row + 1] if len(spans) == 1 else table[[span.row for span in spans]]  # one is not copied
+        rows = [span.row for span in spans]
+        table_RB = self._blocks[slice(rows[0], rows[0] + 1) if len(rows) == 1 else rows, :longest]  # one is not copied
         return Batch(
             input_ids_T=_tensor(ids),
             positions_T=_tensor(positions),
             slots_T=_tensor(slots),
             row_starts=tuple(row_starts),
             context_lens=tuple(context_lens),
-            block_table_RB=torch.from_numpy(table),
+            block_table_RB=torch.from_numpy(table_RB),
             logits_at_S=None if len(logits_at) == len(ids) else torch.tensor(logits_at, dtype=torch.int64),
             prompts=tuple(prompts),
         )

@@ -19,7 +19,7 @@ struct Attention : Item {
         : Item(plan, tile, s, cache.A), cache(cache), next(next) {}
 
     void begin(const float* q, size_t stride, int G, float scale) {
-        scale *= LOG2_E;
+        scale *= LOG2_E;  // weights are powers of two
         each_row(G, [&](int row, int token, int head) {
             const float* from = q + size_t(token) * stride + size_t(head) * A;
             for (int d = 0; d < A; d += W) store(s.q + row * span + d, load<F>(from + d) * scale);

@@ -146,7 +146,7 @@ struct Attention<Bfloat> : Item {
 
     // Queries as left tiles, those of a lane after those of the lane before.
     void round_queries(const float* q, size_t stride, int G, float scale) {
-        scale *= LOG2_E;
+        scale *= LOG2_E;  // weights are powers of two
         each_row(G, [&](int row, int token, int head) {
             const float* from = q + size_t(token) * stride + size_t(head) * A;
             const int of_lane = row % lane_rows;

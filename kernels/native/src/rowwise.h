@@ -15,7 +15,7 @@ INLINE I nearest(F v) {  // ties to even, for numbers below 2^22
 // e^x for |x| <= 87, to 2 units in the last place; a NaN stays one. Cody and Waite's reduction, a polynomial of
 // degree 6 (Taylor around 0, on half a power of two to each side).
 INLINE F exponential(F x) {
-    const I whole = nearest(x * 1.44269504088896341f);
+    const I whole = nearest(x * LOG2_E);
     const F k = to_float(whole);
     const F r = fma(k, 2.12194440e-4f, fma(k, -0.693359375f, x));
     F p = fma(r, 1.3888889e-3f, splat(8.3333333e-3f));

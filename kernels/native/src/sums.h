@@ -5,8 +5,6 @@
 #include "matrix.h"
 #include "plan.h"
 
-constexpr float LOG2_E = 1.44269504088896341f;  // scores are made so much larger: weights are powers of two, not of e
-
 struct Sums {  // of one query: its output, totals in so many lanes, and the largest score
     float *out, *total, *largest;
 };

@@ -38,6 +38,7 @@ constexpr int W = 8;
 constexpr int W = 4;
 #endif
 constexpr int LINE = 64;  // bytes of a cache line
+constexpr float LOG2_E = 1.44269504088896341f;
 
 typedef float F __attribute__((vector_size(4 * W)));
 typedef int32_t I __attribute__((vector_size(4 * W)));

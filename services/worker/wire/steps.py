@@ -107,7 +107,8 @@ def _drafts(step: worker_pb2.Step, num_tokens: Int32, flags: NDArray[np.uint8], 
         return NONE, NONE
     counts = column(step.draft_count_i32le, "draft_count_i32le", len(num_tokens))
     within(counts, 0, bounds.shape.max_model_len, "draft_count_i32le")
-    rows = list(zip(counts.tolist(), num_tokens.tolist(), flags.tolist(), strict=True))
+    listed = counts.tolist()
+    rows = list(zip(listed, num_tokens.tolist(), flags.tolist(), strict=True))
     if any(drafts >= tokens for drafts, tokens, _ in rows):
         raise InvalidArgument(
             "draft_count_i32le has a row whose tokens are all drafts: the token before them is computed too",
@@ -115,7 +116,7 @@ def _drafts(step: worker_pb2.Step, num_tokens: Int32, flags: NDArray[np.uint8], 
         )
     if any(drafts and not asked & SAMPLES for drafts, _, asked in rows):
         raise InvalidArgument("draft_count_i32le has drafts on a row that does not sample", field="draft_count_i32le")
-    ids = column(step.draft_id_i32le, "draft_id_i32le", sum(counts.tolist()))
+    ids = column(step.draft_id_i32le, "draft_id_i32le", sum(listed))
     within(ids, 0, bounds.vocab_size, "draft_id_i32le")
     return (counts, ids) if len(ids) else (NONE, NONE)
 
